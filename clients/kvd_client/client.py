@@ -1,0 +1,398 @@
+"""Client: the core on a plain DEALER socket, for engines that are synchronous."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Self, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvd.arena.host import MappedArena
+from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
+from kvd.protocol.endpoint import client_endpoint, socket_path
+from kvd.protocol.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    NotAttached,
+    StaleEpoch,
+    UnknownNamespace,
+)
+from kvd.protocol.keys import Identity, check_identity
+from kvd.protocol.layout import Layout, check_layout
+from kvd.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    DetachRequest,
+    MatchItem,
+    MatchReply,
+    MatchRequest,
+    OpenReply,
+    OpenRequest,
+    ReleaseRequest,
+    StatusReply,
+    StatusRequest,
+)
+from kvd_client.lease import Binding, Lease, ahead_of, pages_for
+from kvd_client.session import Call, Core, Link, Session, result_of, traceparent, wire
+
+R = TypeVar("R", bound=AnyReply)
+
+# While the daemon is away it is looked for this often, and a probe is given up after so long.
+PROBE_SECONDS = 0.1
+PROBE_PATIENCE_SECONDS = 1.0
+
+
+class Connection:
+    """The socket and the one thread that owns it; everybody else hands it calls.
+
+    Concurrency: calls lie in a deque, whose append and popleft are whole operations; a write to
+    `_wake` makes the thread look. An answer is handed over by the call's own lock. Any thread may
+    declare the link down; the next reply that comes in declares it up again.
+    """
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        socket_path(endpoint)
+        self.core = Core(name, self._link_changed)
+        self.settled = threading.Event()  # the link is up or down, not on its way
+        self._outbox: deque[Call] = deque()
+        self._lingering: list[Lease] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._last_beat = 0.0
+        self._closing = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        # Nothing is queued for a daemon that is not there: it would be answered to nobody.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        )
+        self._socket.connect(endpoint)
+        self._thread = threading.Thread(target=self._run, name="kvd-client", daemon=True)
+        self._thread.start()
+
+    def post(self, call: Call) -> None:
+        """Have a call sent; its answer comes to it."""
+        self._outbox.append(call)
+        os.eventfd_write(self._wake, 1)
+
+    def suspect(self) -> None:
+        """A deadline passed in silence: nobody else shall wait until the daemon speaks again."""
+        self.core.set_link(Link.DOWN)
+        os.eventfd_write(self._wake, 1)
+
+    def linger(self, lease: Lease) -> None:
+        """Release a lease when the last writable view of its pages is gone."""
+        self._lingering.append(lease)
+
+    def close(self) -> None:
+        """Detach, as far as the daemon is there, and end the thread. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            os.close(self._wake)
+
+    def _link_changed(self, link: Link) -> None:
+        if link is Link.ATTACHING:
+            self.settled.clear()
+        else:
+            self.settled.set()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        poller = select.poll()
+        for fd in (self._wake, self._socket.fileno(), self._monitor.fileno()):
+            poller.register(fd, select.POLLIN)
+        while not self._closing:
+            wait = self._beat(time.monotonic())
+            # The sockets' descriptors tell of changes alone, and sending can swallow one: read and
+            # send until there is nothing left of either.
+            while self._receive() or self._flush():
+                pass
+            poller.poll(math.ceil(wait * 1000))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            self._watch_connection()
+        self._finish()
+
+    def _beat(self, now: float) -> float:
+        """Send a heartbeat, or look for the daemon, when it is time; seconds until the next."""
+        core = self.core
+        up = core.link is Link.ATTACHED
+        every = core.session.heartbeat_seconds if up and core.session else PROBE_SECONDS
+        if (due := self._last_beat + every) > now:
+            return due - now
+        patience = 0.0 if up else PROBE_PATIENCE_SECONDS
+        if not self._outbox and (not core.probing or now - self._last_beat >= patience):
+            self._release_lingering()
+            self._last_beat = now
+            self._outbox.append(core.probe(int((now + PROBE_PATIENCE_SECONDS) * 1e9)))
+        return every
+
+    def _flush(self) -> bool:
+        """Send what lies there; whether there was anything to send."""
+        sent = False
+        while self._outbox:
+            call = self._outbox[0]
+            try:
+                self.core.send(call)
+                self._socket.send_multipart(call.frames, zmq.NOBLOCK)
+            except zmq.Again:  # no connection yet, or not any more
+                self.core.forget(call)
+                break
+            self._outbox.popleft()
+            sent = True
+        return sent
+
+    def _receive(self) -> bool:
+        received = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.core.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+                received = True
+        return received
+
+    def _watch_connection(self) -> None:
+        """A lost connection ends every call under way at once; a new one is tried at once."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._last_beat = 0.0
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._outbox.clear()
+                    self.core.disconnected()
+
+    def _release_lingering(self) -> None:
+        self._lingering = [lease for lease in self._lingering if not lease.release_quietly()]
+
+    def _finish(self) -> None:
+        if (session := self.core.session) is not None:
+            self._outbox.append(Call(DetachRequest(id=self.core.next_id(), epoch=session.epoch)))
+            self._flush()
+        self.core.disconnected()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+
+class Client:
+    """A client of one daemon, for any number of threads.
+
+    Every call ends within `timeout` seconds. When the daemon does not answer, a match is a miss at
+    the cost of at most one such time, and then of nothing until the daemon is back: this client
+    looks for it in the background and attaches again by itself. A forked child attaches anew.
+    """
+
+    def __init__(
+        self, endpoint: str | None = None, *, timeout: float = 2.0, name: str | None = None
+    ) -> None:
+        """Begin to attach, without waiting. Raises ConfigError for an endpoint that cannot be."""
+        self.endpoint = endpoint or client_endpoint()
+        self.timeout = timeout
+        self.name = name or f"{os.path.basename(sys.argv[0]) or 'python'}"
+        self._connect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the daemon answers."""
+        return self.connection.core.link is Link.ATTACHED
+
+    def wait_attached(self, seconds: float) -> bool:
+        """Wait until the daemon answers, for so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while not self.attached and time.monotonic() < deadline:
+            self.connection.settled.wait(min(0.02, deadline - time.monotonic()))
+            if not self.attached:
+                time.sleep(0.005)
+        return self.attached
+
+    def open(self, identity: Identity, layout: Layout, salt: str = "") -> Namespace:
+        """The namespace of a model's KV. It is bound to the daemon at each first use."""
+        check_identity(identity)
+        check_layout(layout)
+        return Namespace(self, identity, layout, salt)
+
+    def status(self) -> StatusReply:
+        """How the daemon stands. Raises DaemonUnavailable or DeadlineExceeded."""
+        deadline = self.deadline()
+        session = self.session(deadline)
+        request = StatusRequest(id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline))
+        return self.request(session, request, deadline, StatusReply)
+
+    def close(self) -> None:
+        """Detach. Leases that are still open end; their pages are freed when no view is left."""
+        self._finalizer()
+
+    # --- for leases and namespaces ---
+
+    @property
+    def connection(self) -> Connection:
+        if os.getpid() != self._pid:
+            self._finalizer.detach()
+            self._connect()
+        return self._connection
+
+    def deadline(self) -> float:
+        return time.monotonic() + self.timeout
+
+    def session(self, deadline: float) -> Session:
+        """The session, waited for while it is on its way; raises DaemonUnavailable."""
+        connection = self.connection
+        core = connection.core
+        while core.link is not Link.DOWN:
+            session = core.session
+            if core.link is Link.ATTACHED and session is not None:
+                return session
+            if not connection.settled.wait(deadline - time.monotonic()):
+                connection.suspect()
+        raise DaemonUnavailable(f"no kvd answers on {self.endpoint}")
+
+    def request(
+        self,
+        session: Session,
+        request: AnyRequest,
+        deadline: float,
+        kind: type[R],
+        tokens: bytes | None = None,
+    ) -> R:
+        """Ask and wait for the answer; raises what the daemon answered, or DeadlineExceeded."""
+        connection = self.connection
+        core = connection.core
+        if core.session is not session:
+            raise StaleEpoch("the session of this lease or namespace is over")
+        call, heard = Call(request, tokens), core.num_received
+        connection.post(call)
+        try:
+            answered = call.wait(deadline - time.monotonic())
+        finally:
+            core.forget(call)
+        if not answered:
+            if core.num_received == heard:
+                connection.suspect()
+            raise DeadlineExceeded(f"no answer from {self.endpoint} within the deadline")
+        if call.error is not None:
+            raise call.error
+        assert isinstance(call.reply, kind)
+        return call.reply
+
+    def post(self, session: Session, request: AnyRequest) -> None:
+        """Send what needs no answer."""
+        connection = self.connection
+        if connection.core.session is session:
+            connection.post(Call(request))
+
+    def released(self, session: Session, lease_id: int) -> None:
+        """End a lease; an answer is not waited for, since the next request comes behind it."""
+        core = self.connection.core
+        core.living.pop(lease_id, None)
+        self.post(
+            session, ReleaseRequest(id=core.next_id(), epoch=session.epoch, leases=(lease_id,))
+        )
+
+    def next_id(self) -> int:
+        return self.connection.core.next_id()
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._connection = Connection(self.endpoint, self.name)
+        self._finalizer = weakref.finalize(self, self._connection.close)
+
+
+class Namespace:
+    """The KV of one model for one client; made by `Client.open`."""
+
+    def __init__(self, client: Client, identity: Identity, layout: Layout, salt: str) -> None:
+        self.client = client
+        self.identity = identity
+        self.layout = layout
+        self.salt = salt
+        self._binding: Binding | None = None
+
+    def match(
+        self, tokens: TokenIds, *, reserve_tokens: int = 0, timeout: float | None = None
+    ) -> Lease:
+        """Lease the longest cached prefix of `tokens`, with pages for `reserve_tokens` tokens more.
+
+        An engine computes at least one token itself, so it matches `prompt[:-1]`. Pages that could
+        not be had are said in the lease's `shortage`. Without a daemon the lease is a miss, whose
+        `is_open` is False. Raises BadRequest, LimitExceeded.
+        """
+        packed = pack_tokens(tokens)
+        deadline = time.monotonic() + (self.client.timeout if timeout is None else timeout)
+        while True:
+            try:
+                session = self.client.session(deadline)
+                binding = self.bind(session, deadline)
+                return self._match(binding, packed, reserve_tokens, deadline)
+            except (NotAttached, StaleEpoch, UnknownNamespace):
+                continue  # the daemon was restarted: the session, or its want, ends this loop
+            except (DaemonUnavailable, DeadlineExceeded):
+                return Lease(self.client, self.layout)
+
+    def bind(self, session: Session, deadline: float) -> Binding:
+        """The namespace as this session knows it, its arena mapped."""
+        if (bound := self._binding) is not None and bound.session is session:
+            return bound
+        request = OpenRequest(
+            id=self.client.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            trace=traceparent(),
+            identity=self.identity,
+            layout=self.layout,
+            salt=self.salt,
+        )
+        reply = self.client.request(session, request, deadline, OpenReply)
+        arena = MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
+        self._binding = Binding(session, reply.namespace, arena)
+        return self._binding
+
+    def _match(
+        self, binding: Binding, tokens: bytes, reserve_tokens: int, deadline: float
+    ) -> Lease:
+        core, session = self.client.connection.core, binding.session
+        lease_id = core.next_lease_id()
+        num_pages = pages_for(reserve_tokens, self.layout)
+        item = MatchItem(
+            binding.namespace,
+            lease_id,
+            len(tokens) // TOKEN_BYTES,
+            reserve=num_pages,
+            ahead=ahead_of(num_pages),
+        )
+        request = MatchRequest(
+            id=core.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            trace=traceparent(),
+            items=(item,),
+        )
+        core.living[lease_id] = None
+        try:
+            reply = self.client.request(session, request, deadline, MatchReply, tokens)
+            result = result_of(reply.results)
+        except BaseException:
+            # The lease may have been granted, or be so later: end it, whatever became of it.
+            self.client.released(session, lease_id)
+            raise
+        return Lease(self.client, self.layout, binding, lease_id, result)

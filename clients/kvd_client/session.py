@@ -1,0 +1,245 @@
+"""The sans-I/O core: requests to frames, replies to results, ids, deadlines, epochs.
+
+It never waits and owns no socket: `Client` and its like put a socket and a clock around it.
+
+Concurrency: `send` and `receive` belong to the one thread (or task) that owns the socket. Any
+thread may make ids, forget a call, and add or remove a living lease; each is one operation of a
+dict or a counter, which the interpreter does whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvd.arena.header import SharedHeader, map_header
+from kvd.arena.membership import SessionLock
+from kvd.protocol.codec import decode_reply, encode
+from kvd.protocol.errors import (
+    BadRequest,
+    DaemonUnavailable,
+    KvdError,
+    NotAttached,
+    StaleEpoch,
+    error_from_wire,
+)
+from kvd.protocol.messages import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    AnyReply,
+    AnyRequest,
+    AttachReply,
+    AttachRequest,
+    ErrorReply,
+    Failure,
+    HeartbeatRequest,
+)
+
+T = TypeVar("T")
+
+# The daemon answers this much before the caller's deadline, so that the answer arrives within it.
+MAX_MARGIN_SECONDS = 0.05
+
+_propagator = TraceContextTextMapPropagator()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One attachment. Its leases hold while `header` still shows its epoch and their generations.
+
+    `lock` tells the daemon that this process may map; every mapping holds it as well.
+    """
+
+    name: str
+    epoch: int
+    heartbeat_seconds: float
+    header: SharedHeader
+    lock: SessionLock
+
+
+class Link(Enum):
+    """How the daemon stands, as far as the client knows."""
+
+    ATTACHING = "attaching"  # worth waiting for, within a deadline
+    ATTACHED = "attached"
+    DOWN = "down"  # not worth waiting for until it speaks again
+
+
+class Call:
+    """A request under way and, later, its answer."""
+
+    __slots__ = ("_ready", "error", "frames", "id", "reply")
+
+    def __init__(self, request: AnyRequest, tokens: bytes | None = None) -> None:
+        self.id = request.id
+        self.frames = [encode(request)] if tokens is None else [encode(request), tokens]
+        self.reply: AnyReply | None = None
+        self.error: KvdError | None = None
+        # A bare lock: a Condition, as in a Future, costs several times as much.
+        self._ready = threading.Lock()
+        self._ready.acquire()
+
+    def answer(self, reply: AnyReply | None, error: KvdError | None = None) -> None:
+        self.reply, self.error = reply, error
+        self._ready.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the answer is there within so many seconds."""
+        return self._ready.acquire(timeout=max(0.0, seconds))
+
+
+class Core:
+    """One client's side of the protocol."""
+
+    def __init__(self, name: str, on_link: Callable[[Link], None]) -> None:
+        """`on_link` is told each change of the link, in the thread that made it."""
+        self.link = Link.ATTACHING
+        self.session: Session | None = None
+        # Leases that exist or are asked for: what the daemon holds beside them is released there.
+        self.living: dict[int, None] = {}
+        self.num_received = 0
+        self._name = name
+        self._on_link = on_link
+        self._previous = ""
+        self._pending: dict[int, Call] = {}
+        self._probe = 0
+        self._ids = itertools.count(1)
+        self._lease_ids = itertools.count(1)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def next_lease_id(self) -> int:
+        return next(self._lease_ids)
+
+    # --- out ---
+
+    def send(self, call: Call) -> None:
+        """A call is about to be sent: its reply belongs to it."""
+        self._pending[call.id] = call
+
+    def forget(self, call: Call) -> None:
+        """Nobody waits for this answer any more."""
+        self._pending.pop(call.id, None)
+
+    def disconnected(self) -> None:
+        """The connection is gone, and with it every answer under way."""
+        self._probe = 0
+        self.set_link(Link.DOWN)
+        error = DaemonUnavailable("the connection to kvd was lost")
+        while self._pending:
+            self._pending.popitem()[1].answer(None, error)
+
+    def probe(self, deadline_ns: int) -> Call:
+        """The message that finds out how the daemon stands: a heartbeat, or without session attach.
+
+        A daemon that was only stopped still knows the session, and its leases with it.
+        """
+        number = self._probe = self.next_id()
+        if self.session is not None:
+            return Call(
+                HeartbeatRequest(id=number, epoch=self.session.epoch, leases=tuple(self.living))
+            )
+        return Call(
+            AttachRequest(
+                id=number,
+                deadline_ns=deadline_ns,
+                version=PROTOCOL_VERSION,
+                min_version=MIN_PROTOCOL_VERSION,
+                client=self._name,
+                pid=os.getpid(),
+                previous=self._previous,
+            )
+        )
+
+    @property
+    def probing(self) -> bool:
+        """Whether the last probe is still to be answered."""
+        return self._probe != 0
+
+    # --- in ---
+
+    def receive(self, frames: list[bytes]) -> None:
+        """A reply came: the daemon is there, and perhaps another one than before."""
+        try:
+            reply = decode_reply(frames[0])
+        except BadRequest:
+            return  # of a newer daemon: whoever asked runs into the deadline
+        self.num_received += 1
+        error = _error_of(reply)
+        if reply.id == self._probe:
+            self._probe = 0
+        if isinstance(reply, AttachReply):
+            error = self._attached(reply)
+        elif isinstance(error, NotAttached | StaleEpoch):
+            self._lost()
+        elif self.session is not None:
+            self.set_link(Link.ATTACHED)
+        if (call := self._pending.pop(reply.id, None)) is not None:
+            call.answer(reply, error)
+
+    def set_link(self, link: Link) -> None:
+        if link is not self.link:
+            self.link = link
+            self._on_link(link)
+
+    def _attached(self, reply: AttachReply) -> KvdError | None:
+        try:
+            self.session = Session(
+                reply.session,
+                reply.epoch,
+                reply.heartbeat_seconds,
+                map_header(reply.header_path),
+                SessionLock(reply.lock_path),
+            )
+        except (OSError, KvdError) as error:
+            self.set_link(Link.DOWN)
+            return DaemonUnavailable(f"the daemon's memory cannot be mapped: {error}")
+        self.set_link(Link.ATTACHED)
+        return None
+
+    def _lost(self) -> None:
+        """The daemon does not know the session: every lease of it is void."""
+        if self.session is not None:
+            self._previous = self.session.name
+            self.session = None
+            self.living.clear()
+        self.set_link(Link.ATTACHING)
+
+
+def wire(deadline: float) -> int:
+    """A deadline (time.monotonic) for the wire: a little earlier, so that the answer is in time."""
+    left = max(0.0, deadline - time.monotonic())
+    return int((deadline - min(MAX_MARGIN_SECONDS, left / 10)) * 1e9)
+
+
+def result_of(results: Sequence[T | Failure]) -> T:
+    """The one result of a batch of one; raises the error that stands in its place."""
+    (result,) = results
+    if isinstance(result, Failure):
+        raise error_from_wire(result.code, result.message, result.details)
+    return result
+
+
+def traceparent() -> str:
+    """The W3C trace context of the caller's span, or nothing."""
+    if not trace.get_current_span().get_span_context().is_valid:
+        return ""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier)
+    return carrier.get("traceparent", "")
+
+
+def _error_of(reply: AnyReply) -> KvdError | None:
+    if isinstance(reply, ErrorReply):
+        return error_from_wire(reply.code, reply.message, reply.details)
+    return None

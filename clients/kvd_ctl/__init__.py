@@ -1,0 +1,1 @@
+"""The `kvd-ctl` command."""

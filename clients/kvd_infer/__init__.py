@@ -1,0 +1,1 @@
+"""The reference inference client: paged attention over leased pages, Hugging Face models."""

@@ -1,0 +1,99 @@
+"""The `kvd` command: flags, then Config, then Daemon. Only here is the process touched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import msgspec
+
+import kvd
+from kvd.config import Config, LogConfig, load
+from kvd.daemon import Daemon
+from kvd.protocol.errors import KvdError
+from kvd.protocol.units import format_bytes
+
+
+def main() -> None:
+    """Run kvd until SIGTERM or Ctrl-C; exit status 0, or 1 with a line that says what was wrong."""
+    args = _arguments()
+    try:
+        config = load(args.config)
+        config = msgspec.structs.replace(config, log=_log_config(config.log, args))
+        _set_up_logging(config.log)
+        anyio.run(_serve, config, backend_options={"use_uvloop": True})
+    except* KvdError as group:
+        for error in _leaves(group):
+            print(f"kvd: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvd",
+        description="Own the KV cache of this machine's LLM inference processes.",
+        epilog="Without --config it uses its defaults and says what they are. Example: "
+        "kvd --config /etc/kvd/kvd.toml",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-format", choices=["text", "json"])
+    parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
+    return parser.parse_args()
+
+
+def _log_config(config: LogConfig, args: argparse.Namespace) -> LogConfig:
+    return LogConfig(args.log_level or config.level, args.log_format or config.format)
+
+
+async def _serve(config: Config) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with Daemon(config) as daemon:
+            tier = daemon.tier_status()
+            print(
+                f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tier.name} tier: "
+                f"up to {format_bytes(tier.capacity_bytes)} in {daemon.directory}",
+                flush=True,
+            )
+            async for number in signals:
+                logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
+                break
+
+
+def _leaves(group: BaseExceptionGroup[KvdError]) -> list[KvdError]:
+    leaves: list[KvdError] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _set_up_logging(config: LogConfig) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _JsonFormatter()
+        if config.format == "json"
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    )
+    logging.basicConfig(level=config.level.upper(), handlers=[handler])
+
+
+if __name__ == "__main__":
+    main()

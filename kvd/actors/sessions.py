@@ -1,0 +1,114 @@
+"""Sessions: who is attached, and who is gone."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvd.arena.membership import create_session_file, remove_if_unheld
+from kvd.protocol.errors import LimitExceeded, NotAttached
+
+if TYPE_CHECKING:
+    from kvd.config import LimitConfig, SessionConfig
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One attached client. `identity` is its connection; `id` is random and known to it alone."""
+
+    id: int
+    identity: bytes
+    client: str
+    pid: int
+    maps: bool = False
+    last_seen: float = field(default_factory=time.monotonic)
+    namespaces: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return f"{self.id:016x}"
+
+
+class SessionTable:
+    """The attached sessions by connection, and the files by which their processes are known.
+
+    A session that maps is over only with its processes; one that does not, when it falls silent.
+    The file of a session that has ended stays until no process holds it.
+    """
+
+    def __init__(self, directory: Path, config: SessionConfig, limits: LimitConfig) -> None:
+        self.directory = directory
+        self._config = config
+        self._limits = limits
+        self._by_identity: dict[bytes, Session] = {}
+        self._ended: dict[int, Path] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_identity.values())
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def begin(self) -> None:
+        """Make the directory ready; the files of an earlier epoch are watched like ended ones."""
+        self.directory.mkdir(mode=0o750, exist_ok=True)
+        for path in self.directory.glob("*.session"):
+            self._ended[int(path.stem, 16)] = path
+
+    def path(self, session: int) -> Path:
+        return self.directory / f"{session:016x}.session"
+
+    def attach(self, identity: bytes, client: str, pid: int) -> Session:
+        """Open a session for a connection that has none."""
+        if len(self._by_identity) >= self._limits.sessions:
+            raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
+        session = Session(secrets.randbits(63) | 1, identity, client, pid)
+        create_session_file(self.path(session.id))
+        self._by_identity[identity] = session
+        return session
+
+    def get(self, identity: bytes) -> Session:
+        """The session of a connection, which is alive since it speaks; raises NotAttached."""
+        session = self._by_identity.get(identity)
+        if session is None:
+            raise NotAttached("this connection has no session: attach first")
+        session.last_seen = time.monotonic()
+        return session
+
+    def find(self, identity: bytes) -> Session | None:
+        return self._by_identity.get(identity)
+
+    def named(self, name: str) -> Session | None:
+        return next((s for s in self._by_identity.values() if s.name == name), None)
+
+    def end(self, session: Session) -> None:
+        """Forget the connection; the file stays until no process holds it."""
+        del self._by_identity[session.identity]
+        self._ended[session.id] = self.path(session.id)
+
+    def silent(self, now: float) -> list[Session]:
+        """Sessions without a mapping that have not been heard of for too long."""
+        limit = now - self._config.silent_seconds
+        return [s for s in self._by_identity.values() if not s.maps and s.last_seen < limit]
+
+    def watched(self) -> dict[int, Path]:
+        """The files whose lock tells something: of sessions that map and of those that ended."""
+        mapping = {s.id: self.path(s.id) for s in self._by_identity.values() if s.maps}
+        return mapping | self._ended
+
+    def gone(self, session_id: int) -> Session | None:
+        """Note that no process of a session is left; the session, if it had not ended before."""
+        self._ended.pop(session_id, None)
+        session = next((s for s in self._by_identity.values() if s.id == session_id), None)
+        if session is not None:
+            del self._by_identity[session.identity]
+        return session
+
+
+def sweep(watched: dict[int, Path]) -> list[int]:
+    """The sessions of which no process is left, their files removed. Blocking."""
+    return [session for session, path in watched.items() if remove_if_unheld(path)]

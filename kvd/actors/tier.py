@@ -1,0 +1,41 @@
+"""TierActor: one memory tier, its thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.actors.actor import Actor
+from kvd.protocol.messages import Run
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
+    from kvd.tiers.base import MemoryTier, TierArena
+
+# Memory is given at about 3 GB/s; a call of this size keeps the mailbox busy for 20 ms.
+BACKING_STEP_BYTES = 64 << 20
+
+
+class TierActor(Actor):
+    """One tier behind a mailbox."""
+
+    def __init__(self, tier: MemoryTier) -> None:
+        super().__init__()
+        self.tier = tier
+
+    async def open(self, epoch: int) -> None:
+        await self._ask(self.tier.open, epoch)
+
+    async def create_arena(self, layout: Layout, fingerprint: bytes) -> TierArena:
+        return await self._ask(self.tier.create_arena, layout, fingerprint)
+
+    async def back(self, arena: TierArena, run: Run) -> None:
+        """Give memory to one piece of at most `backing_pages` pages; raises TierFailed."""
+        await self._ask(arena.back, run)
+
+
+def backing_pieces(arena: TierArena, run: Run) -> list[Run]:
+    """A run of extents in pieces, each of them short work for the tier's thread."""
+    extents = max(1, BACKING_STEP_BYTES // (arena.extent_pages * arena.layout.page_bytes))
+    step = extents * arena.extent_pages
+    end = run.first + run.count
+    return [Run(first, min(step, end - first)) for first in range(run.first, end, step)]

@@ -1,0 +1,87 @@
+"""Arena: the pages of one layout as arrays over a buffer, whoever owns the buffer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
+    from kvd.protocol.messages import Run
+
+Array: TypeAlias = NDArray[Any]
+
+# Pages are handed out by aligned groups of this many, and clients reserve as many ahead: the runs
+# of interleaved sequences then have 16 pages and not one. Fused attention pays off from there.
+GROUP_PAGES = 16
+
+# numpy has no bfloat16: its bits are uint16 there, and torch views them as what they are.
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+
+
+class Arena:
+    """Equal pages of one layout over one buffer; nobody else knows the storage order.
+
+    The arrays are views: they hold the buffer, and writing to them writes to the pages. Which pages
+    one may touch is said by leases, not here. `root` is what every view is made of: while any of
+    them lives, it does.
+    """
+
+    def __init__(self, layout: Layout, num_pages: int, buffer: memoryview) -> None:
+        """`buffer` holds `num_pages * layout.page_bytes` bytes; it may be read-only."""
+        self.layout = layout
+        self.num_pages = num_pages
+        self.root: Array = np.frombuffer(buffer, NUMPY_DTYPES[layout.dtype])
+
+    @property
+    def pages(self) -> Array:
+        """All pages: `[layers, planes, pages, block_size, heads, head_size]`."""
+        layout = self.layout
+        return self.root.reshape(
+            layout.num_layers,
+            layout.num_planes,
+            self.num_pages,
+            layout.block_size,
+            layout.num_kv_heads,
+            layout.head_size,
+        )
+
+    def page_view(self, page: int) -> Array:
+        """One page: `[layers, planes, block_size, heads, head_size]`."""
+        self._check(page, 1)
+        return self.pages[:, :, page]
+
+    def run_view(self, run: Run) -> Array:
+        """A run of pages: `[layers, planes, tokens, heads, head_size]`.
+
+        Of one layer and plane it is one strided array over consecutive memory.
+        """
+        self._check(run.first, run.count)
+        layout = self.layout
+        return self.pages[:, :, run.first : run.first + run.count].reshape(
+            layout.num_layers,
+            layout.num_planes,
+            run.count * layout.block_size,
+            layout.num_kv_heads,
+            layout.head_size,
+            copy=False,
+        )
+
+    def _check(self, first: int, count: int) -> None:
+        # numpy would take a negative page from the end, and cut a run that is too long.
+        if not (first >= 0 and count >= 1 and first + count <= self.num_pages):
+            raise IndexError(f"pages {first} to {first + count - 1} of {self.num_pages}")
+
+
+def slice_offsets(layout: Layout, num_pages: int, first: int) -> range:
+    """Where page `first` begins in the file, once per layer and plane."""
+    stride = num_pages * layout.slice_bytes
+    start = first * layout.slice_bytes
+    return range(start, start + layout.num_slices * stride, stride)

@@ -1,0 +1,103 @@
+"""Membership: which processes may still hold an arena, told by a lock and not by a pid.
+
+Each process that maps an arena first takes a shared lock on its session's file and keeps it for as
+long as any of its mappings lives. The daemon ends what the session held only once it gets the lock
+exclusively. The kernel gives it up when the last holder is gone, whether by exit, SIGKILL or a
+crash, and keeps it while a process is merely stopped; it needs no pid namespace in common.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import weakref
+from pathlib import Path
+
+from kvd.protocol.errors import LeaseEnded
+
+
+class SessionLock:
+    """A process's shared lock on its session's file; freed with the last reference.
+
+    A forked child does not inherit the mappings (MADV_DONTFORK), so it must not keep the lock
+    either: its descriptors are closed at fork.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises LeaseEnded where the session is over."""
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise LeaseEnded(f"the session of {path} is over") from error
+        if not _lock_shared(self._fd) or os.fstat(self._fd).st_nlink == 0:
+            self.close()
+            raise LeaseEnded(f"the session of {path} is over")
+        _held.add(self)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+
+def _lock_shared(fd: int) -> bool:
+    """Take the lock. The daemon holds it for an instant when it looks: then try again, but never
+    wait, for a daemon stopped at that instant must not stop its clients."""
+    for _ in range(50):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        else:
+            return True
+    return False
+
+
+_held: weakref.WeakSet[SessionLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def create_session_file(path: Path) -> None:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
+
+
+def is_held(path: Path) -> bool:
+    """Whether any process still holds the session's lock."""
+    return _probe(path, remove=False)
+
+
+def remove_if_unheld(path: Path) -> bool:
+    """Remove the session's file unless a process holds it; True when it is gone for good.
+
+    The file is unlinked while the exclusive lock is held, and a process that opened it before finds
+    it without a link afterwards: nobody joins a session that is over.
+    """
+    return not _probe(path, remove=True)
+
+
+def _probe(path: Path, *, remove: bool) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if remove:
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,41 @@
+"""One owner per endpoint and per directory, held by a lock on a file.
+
+ZeroMQ lets a second process bind the same ipc path silently; this does not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvd.protocol.errors import AlreadyRunning, ConfigError
+
+
+class OwnerLock:
+    """An exclusive lock for as long as its owner lives; the kernel frees it with the process."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Raises AlreadyRunning where somebody else owns `what`."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise AlreadyRunning(f"another kvd (pid {owner or '?'}) owns {what}") from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def private_directory(path: Path, mode: int = 0o750) -> None:
+    """Make a directory of our own; refuses one that somebody else made (ConfigError)."""
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not path.is_dir() or path.is_symlink() or found.st_uid != os.geteuid():
+        raise ConfigError(f"{path} is not a directory that belongs to user {os.geteuid()}")

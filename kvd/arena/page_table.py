@@ -1,0 +1,166 @@
+"""The page table: what survives the daemon, one record per page, beside the arena.
+
+The daemon alone writes it, in this order: *reserved* before the page number leaves the daemon;
+data before *committed*; *committed* before the reply and before the block can be matched;
+descendants cleared before their parents. A kill between two of these writes leaves a table that
+says at most that a page is more taken than it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
+
+Pages: TypeAlias = NDArray[np.int64] | Sequence[int]
+
+HEADER_BYTES = 4096
+MAGIC = b"KVDPAGE1"
+
+# A record of zeros is a page that was never backed. Every other record ends with its seal.
+UNBACKED, FREE, RESERVED, COMMITTED, QUARANTINED = range(5)
+NO_PARENT = -1
+
+_HEADER = np.dtype(
+    [("magic", "S8"), ("epoch", "<u8"), ("num_pages", "<u8"), ("fingerprint", "V32")]
+)
+
+
+def record_dtype(block_size: int) -> np.dtype[Any]:
+    """One record; its words are of 8 bytes, so that the seal can run over them."""
+    padded = block_size + block_size % 2
+    return np.dtype(
+        [
+            ("seal", "<u8"),
+            ("generation", "<u8"),
+            ("session", "<u8"),
+            ("parent_generation", "<u8"),
+            ("checksum", "<u8"),
+            ("parent", "<i8"),
+            ("namespace", "<u4"),
+            ("block", "<u4"),
+            ("group", "<u2"),
+            ("state", "<u2"),
+            ("num_tokens", "<u4"),
+            ("tokens", "<u4", (padded,)),
+        ]
+    )
+
+
+class PageTable:
+    """The records of one arena's pages, over any buffer of the right size."""
+
+    def __init__(self, layout: Layout, num_pages: int, buffer: memoryview) -> None:
+        dtype = record_dtype(layout.block_size)
+        self.block_size = layout.block_size
+        self.num_pages = num_pages
+        self.records: NDArray[Any] = np.frombuffer(
+            buffer, dtype, count=num_pages, offset=HEADER_BYTES
+        )
+        self._header: NDArray[Any] = np.frombuffer(buffer, _HEADER, count=1)
+        # Odd factors from a fixed seed: a sum of words times these is wrong for a record of which
+        # only some words were written, but for one case in 2**64 (multilinear hashing).
+        words = dtype.itemsize // 8 - 1
+        rng = np.random.Generator(np.random.PCG64(0))
+        self._factors = rng.integers(0, 1 << 63, words, dtype=np.uint64) * 2 + 1
+
+    def begin(self, epoch: int, fingerprint: bytes) -> None:
+        """Write the head; what reads the table later can tell whose it is."""
+        self._header[0] = (b"", epoch, self.num_pages, fingerprint)
+        self._header["magic"] = MAGIC
+
+    def reserve(self, pages: Pages, session: int) -> None:
+        """Note that a session may write these pages, before it learns their numbers."""
+        self._note(pages, RESERVED, session=session)
+
+    def free(self, pages: Pages) -> None:
+        """Note that nobody holds these pages; descendants stand before their parents."""
+        self._note(pages, FREE)
+
+    def quarantine(self, pages: Pages) -> None:
+        """Note that a session that is over could still write these pages."""
+        self._note(pages, QUARANTINED, keep_session=True)
+
+    def unback(self, pages: Pages) -> None:
+        """Forget pages whose memory went back; their generations start anew with it."""
+        self.records[pages] = np.zeros((), self.records.dtype)
+
+    def commit(
+        self,
+        pages: Pages,
+        parent: int,
+        first_block: int,
+        tokens: bytes,
+        namespace: int,
+        group: int = 0,
+    ) -> None:
+        """Note consecutive blocks, the first of which follows the block in page `parent`."""
+        index = np.asarray(pages, np.int64)
+        records = self.records[index]
+        parents = np.concatenate(([parent], index[:-1]))
+        records["state"] = COMMITTED
+        records["session"] = 0
+        records["parent"] = parents
+        records["parent_generation"] = np.where(
+            parents == NO_PARENT, 0, self.records["generation"][parents]
+        )
+        records["namespace"] = namespace
+        records["group"] = group
+        records["block"] = np.arange(first_block, first_block + len(index))
+        records["num_tokens"] = self.block_size
+        records["tokens"][:, : self.block_size] = np.frombuffer(tokens, "<u4").reshape(
+            len(index), self.block_size
+        )
+        self._write(index, records)
+
+    def sealed(self) -> NDArray[np.bool_]:
+        """Which records are whole."""
+        records = self.records
+        return np.asarray(
+            (records["seal"] == self._seals(records)) | (records["state"] == UNBACKED), np.bool_
+        )
+
+    def _note(
+        self, pages: Pages, state: int, session: int = 0, *, keep_session: bool = False
+    ) -> None:
+        index = np.asarray(pages, np.int64)
+        old = self.records[index]
+        records = np.zeros_like(old)
+        records["state"] = state
+        records["session"] = old["session"] if keep_session else session
+        # Each turn of a page has its own generation, by which its children name it.
+        records["generation"] = old["generation"] + np.uint64(state == RESERVED)
+        records["parent"] = NO_PARENT
+        self._write(index, records)
+
+    def _write(self, index: NDArray[np.int64], records: NDArray[Any]) -> None:
+        records["seal"] = self._seals(records)
+        self.records[index] = records
+
+    def _seals(self, records: NDArray[Any]) -> NDArray[np.uint64]:
+        words = np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)
+        sums: NDArray[np.uint64] = (words[:, 1:] * self._factors).sum(axis=1, dtype=np.uint64)
+        return sums ^ np.uint64(0x9E3779B97F4A7C15)
+
+
+def table_bytes(layout: Layout, num_pages: int) -> int:
+    return HEADER_BYTES + num_pages * record_dtype(layout.block_size).itemsize
+
+
+def create_page_table(path: Path, layout: Layout, num_pages: int) -> PageTable:
+    """A new table, fallocated whole, so that a full file system never faults a write to it."""
+    size = table_bytes(layout, num_pages)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        return PageTable(layout, num_pages, memoryview(mmap.mmap(fd, size)))
+    finally:
+        os.close(fd)

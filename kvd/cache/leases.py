@@ -1,0 +1,107 @@
+"""Leases: a session's right to pages; granted, released, or ended with its session."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.protocol.errors import LeaseEnded, LimitExceeded
+
+if TYPE_CHECKING:
+    from kvd.arena.runs import Pages
+    from kvd.cache.radix import Node
+    from kvd.cache.state import Namespace
+    from kvd.protocol.codec import Tokens
+
+# A release that overtook its match is remembered, so that the match is refused. A client has few
+# calls under way; the oldest of more than this many tombstones goes.
+MAX_TOMBSTONES = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One lease. Its path, from the root to the end of `node`, is locked.
+
+    The path has `num_blocks` blocks: those matched and those committed since. `granted` are all
+    pages ever reserved for it, in order, by which a repeated reserve gets its first answer;
+    `reserved` are those of them that are not committed.
+    """
+
+    session: int
+    id: int
+    namespace: Namespace
+    tokens: Tokens
+    node: Node
+    num_blocks: int
+    num_matched: int
+    slot: int
+    generation: int
+    granted: Pages = field(default_factory=lambda: np.empty(0, np.int64))
+    reserved: set[int] = field(default_factory=set)
+
+
+class LeaseTable:
+    """The leases of all sessions, and the slots in the shared header that fence them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._by_session: dict[int, dict[int, Lease]] = {}
+        self._tombstones: dict[int, OrderedDict[int, None]] = {}
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._generations: dict[int, int] = {}
+        self.num_slots = num_slots
+
+    def __iter__(self) -> Iterator[Lease]:
+        for leases in self._by_session.values():
+            yield from leases.values()
+
+    def __len__(self) -> int:
+        return self.num_slots - len(self._free_slots)
+
+    def of_session(self, session: int) -> list[Lease]:
+        return list(self._by_session.get(session, {}).values())
+
+    def find(self, session: int, lease: int) -> Lease | None:
+        return self._by_session.get(session, {}).get(lease)
+
+    def get(self, session: int, lease: int) -> Lease:
+        """Raises LeaseEnded for an id that is not, or no longer, a lease of this session."""
+        if found := self.find(session, lease):
+            return found
+        raise LeaseEnded(f"lease {lease} has ended or was never granted")
+
+    def take_slot(self) -> tuple[int, int]:
+        """A slot for a new lease and the generation that stands in it."""
+        if not self._free_slots:
+            raise LimitExceeded(
+                f"all {self.num_slots} leases are in use", num_leases=self.num_slots
+            )
+        slot = self._free_slots.pop()
+        return slot, self._generations.setdefault(slot, 0)
+
+    def add(self, lease: Lease) -> None:
+        self._by_session.setdefault(lease.session, {})[lease.id] = lease
+
+    def remove(self, lease: Lease) -> None:
+        """End a lease: its slot's generation is another one from here on."""
+        del self._by_session[lease.session][lease.id]
+        self._generations[lease.slot] += 1
+        self._free_slots.append(lease.slot)
+
+    def bury(self, session: int, lease: int) -> None:
+        """Remember that this id has ended."""
+        stones = self._tombstones.setdefault(session, OrderedDict())
+        stones[lease] = None
+        if len(stones) > MAX_TOMBSTONES:
+            stones.popitem(last=False)
+
+    def is_buried(self, session: int, lease: int) -> bool:
+        return lease in self._tombstones.get(session, {})
+
+    def forget_session(self, session: int) -> None:
+        """Drop what was remembered of a session that has no lease left."""
+        assert not self._by_session.pop(session, {})
+        self._tombstones.pop(session, None)

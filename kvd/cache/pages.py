@@ -1,0 +1,136 @@
+"""The pages of one arena: one state each, handed out in long runs."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from kvd.arena.base import GROUP_PAGES
+from kvd.arena.runs import Pages, pages_of, runs_of
+from kvd.protocol.messages import Run
+
+
+class PageState(IntEnum):
+    UNBACKED = 0
+    FREE = 1
+    RESERVED = 2
+    COMMITTED = 3
+    DETACHED = 4
+    QUARANTINED = 5
+
+
+class PagePool:
+    """One state per page, from which every count is derived.
+
+    `num_free` is kept beside it because each reserve asks; `check` compares the two. `num_backing`
+    pages are between begin_backing and end_backing.
+    """
+
+    def __init__(self, num_pages: int, extent_pages: int) -> None:
+        """`extent_pages` pages, a multiple of GROUP_PAGES, are backed together."""
+        assert num_pages % extent_pages == 0
+        assert extent_pages % GROUP_PAGES == 0
+        self.num_pages = num_pages
+        self.extent_pages = extent_pages
+        self.num_free = 0
+        self.num_backing = 0
+        self.states = np.zeros(num_pages, np.uint8)
+        self._free_in_group = np.zeros(num_pages // GROUP_PAGES, np.int64)
+        self._backed = np.zeros(num_pages // extent_pages, np.bool_)
+
+    # --- memory by extents ---
+
+    @property
+    def num_backed(self) -> int:
+        """Pages that have memory or are just getting it."""
+        return int(self._backed.sum()) * self.extent_pages
+
+    def begin_backing(self, num_extents: int) -> list[Run]:
+        """Choose up to `num_extents` extents for backing; they count as backed from here on."""
+        chosen = np.flatnonzero(~self._backed)[:num_extents]
+        self._backed[chosen] = True
+        self.num_backing += len(chosen) * self.extent_pages
+        return [
+            Run(run.first * self.extent_pages, run.count * self.extent_pages)
+            for run in runs_of(chosen)
+        ]
+
+    def end_backing(self, run: Run, *, backed: bool) -> None:
+        """The memory of these extents is there, or could not be had."""
+        self.num_backing -= run.count
+        if backed:
+            self.free(np.arange(run.first, run.first + run.count))
+        else:
+            first, count = run.first // self.extent_pages, run.count // self.extent_pages
+            self._backed[first : first + count] = False
+
+    # --- pages ---
+
+    def take(self, count: int) -> Pages:
+        """Reserve `count` free pages, in runs as long as can be had, in ascending order."""
+        assert count <= self.num_free
+        pages = np.sort(self._choose(count))
+        self.move(pages, PageState.FREE, PageState.RESERVED)
+        return pages
+
+    def free(self, pages: Pages) -> None:
+        self.states[pages] = PageState.FREE
+        np.add.at(self._free_in_group, pages // GROUP_PAGES, 1)
+        self.num_free += len(pages)
+
+    def move(self, pages: Pages, old: PageState, new: PageState) -> None:
+        """Change the state of pages that are all in `old`; free() is the way to FREE."""
+        assert new is not PageState.FREE
+        assert (self.states[pages] == old).all()
+        self.states[pages] = new
+        if old is PageState.FREE:
+            np.subtract.at(self._free_in_group, pages // GROUP_PAGES, 1)
+            self.num_free -= len(pages)
+
+    def counts(self) -> dict[str, int]:
+        counted = np.bincount(self.states, minlength=len(PageState))
+        return {state.name.lower(): int(counted[state]) for state in PageState}
+
+    def check(self) -> None:
+        free = self.states == PageState.FREE
+        assert self.num_free == int(free.sum())
+        assert (self._free_in_group == free.reshape(-1, GROUP_PAGES).sum(axis=1)).all()
+        unbacked = np.repeat(~self._backed, self.extent_pages)
+        assert (self.states[unbacked] == PageState.UNBACKED).all()
+
+    def _choose(self, count: int) -> Pages:
+        # There are three sources: whole groups for what fills them; a group that is already broken,
+        # or one more whole group, for the rest; and whatever is free where neither suffices.
+        whole = np.flatnonzero(self._free_in_group == GROUP_PAGES)
+        groups = _longest_runs(whole, count // GROUP_PAGES)
+        pages = (groups[:, None] * GROUP_PAGES + np.arange(GROUP_PAGES)).ravel()
+        rest = count - len(pages)
+        if rest == 0:
+            return pages
+        if (source := self._group_for(rest, whole, groups)) is not None:
+            free = self._free_pages(source * GROUP_PAGES, GROUP_PAGES)
+        else:
+            free = np.setdiff1d(self._free_pages(0, self.num_pages), pages)
+        return np.concatenate((pages, free[:rest]))
+
+    def _group_for(self, rest: int, whole: Pages, taken: Pages) -> int | None:
+        broken = np.flatnonzero((self._free_in_group >= rest) & (self._free_in_group < GROUP_PAGES))
+        if len(broken):
+            return int(broken[0])
+        left = np.setdiff1d(whole, taken)
+        return int(left[0]) if len(left) and rest <= GROUP_PAGES else None
+
+    def _free_pages(self, first: int, count: int) -> Pages:
+        return first + np.flatnonzero(self.states[first : first + count] == PageState.FREE)
+
+
+def _longest_runs(groups: Pages, count: int) -> Pages:
+    """`count` of these ascending group numbers: of one run that suffices, else of the longest."""
+    if count == 0 or len(groups) <= count:
+        return groups[:count]
+    runs = runs_of(groups)
+    fitting = [run for run in runs if run.count >= count]
+    if fitting:
+        runs = (min(fitting, key=lambda run: run.count),)
+    return pages_of(sorted(runs, key=lambda run: -run.count))[:count]

@@ -1,0 +1,133 @@
+"""Config and its sections; load(). Each default is written once, here."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvd.protocol.endpoint import default_endpoint, socket_path
+from kvd.protocol.errors import ConfigError
+from kvd.protocol.units import ByteSize, decode_size
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Eviction starts in the background above `high_watermark` and stops at `low_watermark`.
+
+    `back_ahead_bytes` of free memory are kept ready, so that a reserve seldom waits for it.
+    """
+
+    high_watermark: Fraction = 0.98
+    low_watermark: Fraction = 0.95
+    back_ahead_bytes: ByteSize = ByteSize(64 << 20)
+
+
+class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Clients send a heartbeat every `heartbeat_seconds`.
+
+    A session that maps memory ends when its processes are gone, looked for every `sweep_seconds`;
+    one that does not ends when it was silent for `silent_seconds`.
+    """
+
+    heartbeat_seconds: Seconds = 2.0
+    silent_seconds: Seconds = 10.0
+    sweep_seconds: Seconds = 0.5
+
+
+class LimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What clients may send and hold. `wait_seconds` bounds a request without a deadline."""
+
+    sessions: Count = 1024
+    session_leases: Count = 16_384
+    batch_items: Count = 4096
+    request_bytes: ByteSize = ByteSize(64 << 20)
+    wait_seconds: Seconds = 60.0
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a Daemon is made from.
+
+    `endpoint`: where it listens; empty: KVD_ENDPOINT, else in the user's runtime directory, else in
+    one under the temporary one. `directory`: its files in shared memory; empty: under /dev/shm, by
+    user and endpoint. `grace_seconds`: how long a stop may take.
+    """
+
+    endpoint: str = ""
+    directory: str = ""
+    grace_seconds: Seconds = 5.0
+    cache: CacheConfig = CacheConfig()
+    sessions: SessionConfig = SessionConfig()
+    limits: LimitConfig = LimitConfig()
+    log: LogConfig = LogConfig()
+    tiers: tuple[dict[str, Any], ...] = ({"type": "host"},)
+
+    def __post_init__(self) -> None:
+        if self.cache.low_watermark > self.cache.high_watermark:
+            raise ConfigError("cache: low_watermark is above high_watermark")
+        if self.directory and not Path(self.directory).is_absolute():
+            raise ConfigError(f"directory {self.directory!r} is not an absolute path")
+        if len(self.tiers) != 1:
+            raise ConfigError(f"tiers: this version runs one tier, not {len(self.tiers)}")
+
+    @property
+    def resolved_endpoint(self) -> str:
+        endpoint = self.endpoint or default_endpoint()
+        socket_path(endpoint)
+        return endpoint
+
+    @property
+    def resolved_directory(self) -> Path:
+        if self.directory:
+            return Path(self.directory)
+        name = hashlib.sha256(self.resolved_endpoint.encode()).hexdigest()[:12]
+        return Path("/dev/shm") / f"kvd-{os.getuid()}" / name
+
+
+def load(path: Path | None = None) -> Config:
+    """Read a configuration file; without one, the defaults. Raises ConfigError, naming the key."""
+    if path is None:
+        return Config()
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return parse(document, str(path))
+
+
+def parse(document: dict[str, Any], source: str = "configuration") -> Config:
+    """Turn a document's plain values into a Config; raises ConfigError, naming the key."""
+    _check_keys(document, Config, "", source)
+    try:
+        return msgspec.convert(document, Config, dec_hook=decode_size)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _check_keys(
+    section: dict[str, Any], kind: type[msgspec.Struct], prefix: str, source: str
+) -> None:
+    """Refuse unknown keys with the nearest known one, which msgspec does not name."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    for key, value in section.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise ConfigError(f"{source}: unknown key {prefix}{key}{hint}")
+        default = fields[key].default
+        if isinstance(default, msgspec.Struct) and isinstance(value, dict):
+            _check_keys(value, type(default), f"{prefix}{key}.", source)

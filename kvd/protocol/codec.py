@@ -1,0 +1,93 @@
+"""Structs to frames and back; the only encoder and decoder.
+
+A message is one msgpack frame, followed by one raw frame of tokens for the verbs that carry some.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.protocol.errors import BadRequest, KvdError
+from kvd.protocol.messages import AnyReply, AnyRequest, Failure
+
+MAX_FRAME_BYTES = 64 << 20
+TOKEN_BYTES = 4
+
+Tokens: TypeAlias = bytes  # little-endian uint32, as on the wire
+TokenIds: TypeAlias = Sequence[int] | NDArray[Any] | Tokens  # what people have
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+
+class _Id(msgspec.Struct):
+    id: int
+
+
+_ids = msgspec.msgpack.Decoder(_Id)
+
+
+def encode(message: AnyRequest | AnyReply) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> AnyRequest:
+    """Raises BadRequest, saying which field is wrong."""
+    try:
+        return _requests.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"request cannot be read: {error}") from error
+
+
+def decode_reply(frame: bytes) -> AnyReply:
+    """Raises BadRequest, saying which field is wrong."""
+    try:
+        return _replies.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"reply cannot be read: {error}") from error
+
+
+def request_id(frame: bytes) -> int:
+    """The id of a request that cannot be read otherwise, 0 if even that is not there."""
+    try:
+        return _ids.decode(frame).id
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+
+
+def pack_tokens(tokens: TokenIds) -> Tokens:
+    """Token ids as little-endian uint32; refuses what is no token id (BadRequest)."""
+    if isinstance(tokens, bytes):
+        if len(tokens) % TOKEN_BYTES:
+            raise BadRequest(f"{len(tokens)} bytes are not a whole number of uint32 tokens")
+        return tokens
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise BadRequest(f"not a sequence of token ids: {error}") from error
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > 0xFFFFFFFF:
+        raise BadRequest(
+            "token ids are integers from 0 to 2**32 - 1 in one dimension, "
+            f"not {ids.dtype} of shape {ids.shape}"
+        )
+    return ids.astype("<u4").tobytes()
+
+
+def unpack_tokens(tokens: Tokens) -> NDArray[np.uint32]:
+    return np.frombuffer(tokens, "<u4")
+
+
+def failure(error: KvdError) -> Failure:
+    return Failure(error.code, error.message, error.details)
+
+
+assert sys.byteorder == "little", "kvd's arrays and frames are little-endian"

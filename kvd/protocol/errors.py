@@ -1,0 +1,140 @@
+"""KvdError and its family; each class has one code on the wire."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KvdError(Exception):
+    """Base of every error that kvd raises or sends.
+
+    `details` holds plain values (numbers, strings) that say more than the message; they cross the
+    wire with it.
+    """
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class BadRequest(KvdError):
+    """Raised when a request cannot be decoded or its fields contradict each other."""
+
+    code = "bad_request"
+
+
+class VersionMismatch(KvdError):
+    """Raised at attach when client and daemon share no protocol version; it names both."""
+
+    code = "version_mismatch"
+
+
+class NotAttached(KvdError):
+    """Raised when a request comes over a connection that has no session."""
+
+    code = "not_attached"
+
+
+class StaleEpoch(KvdError):
+    """Raised when a request carries the epoch of an earlier daemon start."""
+
+    code = "stale_epoch"
+
+
+class SessionLockMissing(KvdError):
+    """Raised when a session wants to map an arena while no process holds its session lock."""
+
+    code = "session_lock_missing"
+
+
+class LayoutMismatch(KvdError):
+    """Raised when a namespace is opened with another layout than the one it has."""
+
+    code = "layout_mismatch"
+
+
+class UnknownNamespace(KvdError):
+    """Raised when a request names a namespace that its session has not opened."""
+
+    code = "unknown_namespace"
+
+
+class LeaseEnded(KvdError):
+    """Raised when a lease was released, revoked, or ended with its session or the daemon."""
+
+    code = "lease_ended"
+
+
+class OutOfPages(KvdError):
+    """Raised when pages could not be had within the deadline.
+
+    `details`: `num_free`, `num_locked`, `num_reserved`, `num_quarantined`, `num_pages`.
+    """
+
+    code = "out_of_pages"
+
+
+class LimitExceeded(KvdError):
+    """Raised when a bound of the daemon would be passed; the message names bound and value."""
+
+    code = "limit_exceeded"
+
+
+class DeadlineExceeded(KvdError):
+    """Raised when the answer did not come, or could not be given, before the deadline."""
+
+    code = "deadline_exceeded"
+
+
+class Unsupported(KvdError):
+    """Raised when a request uses what the protocol has room for but this daemon does not do."""
+
+    code = "unsupported"
+
+
+class DaemonUnavailable(KvdError):
+    """Raised by the client when no daemon answers and the call has no meaning without one."""
+
+    code = "unavailable"
+
+
+class PagesInUse(KvdError, BufferError):
+    """Raised by the client at commit, abort or release while a writable view is still exported."""
+
+    code = "pages_in_use"
+
+
+class ConfigError(KvdError):
+    """Raised when a configuration cannot be used; the message names the key and what to do."""
+
+    code = "config"
+
+
+class AlreadyRunning(KvdError):
+    """Raised when another daemon owns the endpoint or the directory."""
+
+    code = "already_running"
+
+
+class TierFailed(KvdError):
+    """Raised when a tier could not do what was asked of it."""
+
+    code = "tier_failed"
+
+
+def _family(root: type[KvdError]) -> dict[str, type[KvdError]]:
+    classes = {root.code: root}
+    for child in root.__subclasses__():
+        classes |= _family(child)
+    return classes
+
+
+ERRORS: dict[str, type[KvdError]] = _family(KvdError)
+
+
+def error_from_wire(code: str, message: str, details: dict[str, Any]) -> KvdError:
+    """The error that a reply carries; an unknown code (a newer daemon's) becomes KvdError."""
+    return ERRORS.get(code, KvdError)(message, **details)

@@ -1,0 +1,1 @@
+"""What a plugin implements, and how it is found."""

@@ -1,0 +1,35 @@
+"""Finds tiers by entry point: ours use the same door as everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvd.protocol.errors import ConfigError
+from kvd.protocol.units import decode_size
+
+if TYPE_CHECKING:
+    from kvd.tiers.base import MemoryTier
+
+GROUP = "kvd.tiers"
+
+
+def load_tier(section: Mapping[str, Any], directory: Path) -> MemoryTier:
+    """Make the tier that a configuration's section describes: `type` and the plugin's own keys."""
+    kind = section.get("type")
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if kind not in known:
+        raise ConfigError(
+            f"tiers: unknown type {kind!r}; known here: {', '.join(sorted(known)) or 'none'}"
+        )
+    tier_class: type[MemoryTier] = known[kind].load()
+    own = {key: value for key, value in section.items() if key != "type"}
+    try:
+        config = msgspec.convert(own, tier_class.Config, dec_hook=decode_size)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"tiers, type {kind}: {error}") from error
+    return tier_class(config, directory)

@@ -1,0 +1,1 @@
+"""kvd's own tiers, one module each."""

@@ -1,0 +1,124 @@
+"""The host tier: pages in shared host memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.arena.base import GROUP_PAGES
+from kvd.arena.host import HostArena, huge_page_bytes
+from kvd.arena.owner import OwnerLock, private_directory
+from kvd.arena.page_table import create_page_table
+from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
+from kvd.protocol.units import ByteSize, format_bytes
+from kvd.tiers.base import MemoryTier, TierArena
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
+    from kvd.protocol.messages import Run
+
+DEFAULT_CAPACITY = 4 << 30
+
+
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults: a quarter of the file system, at most 4 GiB, in the daemon's directory."""
+
+    capacity_bytes: ByteSize = ByteSize(0)
+    directory: str = ""
+
+
+class HostTierArena(TierArena):
+    """One arena file and its page table file."""
+
+    def __init__(self, path: Path, layout: Layout, num_pages: int, extent_pages: int) -> None:
+        self.path = path
+        self.layout = layout
+        self.num_pages = num_pages
+        self.extent_pages = extent_pages
+        self._table_path = path.with_suffix(".pages")
+        self._arena = HostArena(path, layout, num_pages)
+        try:
+            self.table = create_page_table(self._table_path, layout, num_pages)
+        except OSError as error:
+            self.close()
+            raise TierFailed(f"no memory for the page table {self._table_path}: {error}") from error
+
+    @property
+    def backed_bytes(self) -> int:
+        return self._arena.backed_bytes
+
+    def back(self, run: Run) -> None:
+        try:
+            self._arena.back(run)
+        except OSError as error:
+            size = format_bytes(run.count * self.layout.page_bytes)
+            raise TierFailed(f"{size} more for {self.path}: {error.strerror}") from error
+
+    def unback(self, run: Run) -> None:
+        self._arena.unback(run)
+
+    def close(self) -> None:
+        self._arena.close()
+        self._table_path.unlink(missing_ok=True)
+
+
+class HostTier(MemoryTier):
+    """Arenas as files on a tmpfs, by default beside the daemon's other files."""
+
+    Config = HostConfig
+    name = "host"
+
+    def __init__(self, config: HostConfig, directory: Path) -> None:
+        self.directory = Path(config.directory or directory)
+        if not self.directory.is_absolute():
+            raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
+        size = _file_system_bytes(self.directory)
+        self.capacity_bytes = config.capacity_bytes or min(size // 4, DEFAULT_CAPACITY)
+        if self.capacity_bytes > size:
+            raise ConfigError(
+                f"tiers, type host: a capacity of {format_bytes(self.capacity_bytes)} does not fit "
+                f"into {self.directory}, whose file system has {format_bytes(size)}: "
+                "lower capacity_bytes or enlarge the file system (/dev/shm of a container: "
+                "--shm-size)"
+            )
+        self._arenas: list[HostTierArena] = []
+        self._epoch = 0
+        self._lock: OwnerLock | None = None
+
+    def open(self, epoch: int) -> None:
+        private_directory(self.directory)
+        self._lock = OwnerLock(self.directory / "host.lock", f"the memory in {self.directory}")
+        self._epoch = epoch
+        for left in [*self.directory.glob("*.arena"), *self.directory.glob("*.pages")]:
+            left.unlink(missing_ok=True)
+        self._granule = huge_page_bytes(self.directory)
+
+    def create_arena(self, layout: Layout, fingerprint: bytes) -> HostTierArena:
+        extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)
+        num_extents = self.capacity_bytes // (extent_pages * layout.page_bytes)
+        if num_extents == 0:
+            raise BadRequest(
+                f"an extent of this layout has {format_bytes(extent_pages * layout.page_bytes)}; "
+                f"the host tier has {format_bytes(self.capacity_bytes)}: raise its capacity_bytes"
+            )
+        path = self.directory / f"{self._epoch:016x}-{len(self._arenas)}.arena"
+        arena = HostTierArena(path, layout, num_extents * extent_pages, extent_pages)
+        arena.table.begin(self._epoch, fingerprint)
+        self._arenas.append(arena)
+        return arena
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+        if self._lock:
+            self._lock.close()
+
+
+def _file_system_bytes(directory: Path) -> int:
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize

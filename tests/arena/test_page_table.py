@@ -1,0 +1,274 @@
+"""One record a page: what each step writes, and that half a record is seen as such."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd.arena.page_table import (
+    COMMITTED,
+    FREE,
+    HEADER_BYTES,
+    MAGIC,
+    NO_PARENT,
+    QUARANTINED,
+    RESERVED,
+    UNBACKED,
+    PageTable,
+    create_page_table,
+    record_dtype,
+    table_bytes,
+)
+from kvd.protocol.layout import Layout
+from tests.arena.conftest import Child
+
+LAYOUT = Layout(1, 1, 8, "float16", block_size=4)
+NUM_PAGES = 8
+
+
+@pytest.fixture
+def memory() -> bytearray:
+    return bytearray(table_bytes(LAYOUT, NUM_PAGES))
+
+
+@pytest.fixture
+def table(memory: bytearray) -> PageTable:
+    return PageTable(LAYOUT, NUM_PAGES, memoryview(memory))
+
+
+def packed(*tokens: int) -> bytes:
+    return np.array(tokens, "<u4").tobytes()
+
+
+def fields(table: PageTable, page: int, *names: str) -> list[Any]:
+    return [table.records[name][page].tolist() for name in names]
+
+
+# --- what each step writes ---
+
+
+def test_a_new_table_says_that_nothing_is_backed(table: PageTable) -> None:
+    assert (table.records["state"] == UNBACKED).all()
+    assert table.sealed().all()
+
+
+def test_a_record_is_whole_words() -> None:
+    for block_size in (1, 2, 3, 4, 16, 17):
+        assert record_dtype(block_size).itemsize % 8 == 0
+
+
+def test_a_freed_page_is_nobodys(table: PageTable) -> None:
+    table.free([2, 3])
+    assert fields(table, 3, "state", "session", "generation", "parent") == [FREE, 0, 0, NO_PARENT]
+    assert fields(table, 4, "state") == [UNBACKED]
+
+
+def test_a_reserved_page_has_a_session_and_another_generation(table: PageTable) -> None:
+    table.free([2, 3])
+    table.reserve([3], session=77)
+    assert fields(table, 3, "state", "session", "generation") == [RESERVED, 77, 1]
+    assert fields(table, 2, "state", "session", "generation") == [FREE, 0, 0]
+
+
+def test_a_committed_page_has_its_tokens_and_no_session(table: PageTable) -> None:
+    table.reserve([5], session=77)
+    table.commit([5], NO_PARENT, 0, packed(1, 2, 3, 4), namespace=9, group=2)
+    names = ("state", "session", "namespace", "group", "block", "num_tokens", "tokens")
+    assert fields(table, 5, *names) == [COMMITTED, 0, 9, 2, 0, 4, [1, 2, 3, 4]]
+    assert fields(table, 5, "parent", "parent_generation", "generation") == [NO_PARENT, 0, 1]
+
+
+def test_blocks_committed_together_are_each_others_parents(table: PageTable) -> None:
+    table.reserve([6, 2, 4], session=1)
+    table.reserve([2], session=1)
+    table.commit([6, 2, 4], NO_PARENT, 0, packed(*range(12)), namespace=1)
+    assert [fields(table, page, "parent", "block") for page in (6, 2, 4)] == [
+        [NO_PARENT, 0],
+        [6, 1],
+        [2, 2],
+    ]
+    assert [fields(table, page, "parent_generation")[0] for page in (6, 2, 4)] == [0, 1, 2]
+    assert fields(table, 4, "tokens") == [[8, 9, 10, 11]]
+
+
+def test_a_block_names_its_parent_by_page_and_generation(table: PageTable) -> None:
+    for _ in range(3):
+        table.reserve([1], session=1)
+    table.commit([1], NO_PARENT, 0, packed(1, 1, 1, 1), namespace=1)
+    table.reserve([0], session=1)
+    table.commit([0], 1, 1, packed(2, 2, 2, 2), namespace=1)
+    assert fields(table, 0, "parent", "parent_generation", "block") == [1, 3, 1]
+
+
+def test_a_freed_block_leaves_nothing_but_its_generation(table: PageTable) -> None:
+    table.reserve([5], session=77)
+    table.commit([5], NO_PARENT, 0, packed(1, 2, 3, 4), namespace=9, group=2)
+    table.free([5])
+    assert fields(table, 5, "state", "generation", "parent") == [FREE, 1, NO_PARENT]
+    names = ("session", "namespace", "group", "block", "num_tokens", "checksum")
+    assert fields(table, 5, *names) == [0] * len(names)
+    assert fields(table, 5, "tokens") == [[0, 0, 0, 0]]
+
+
+def test_a_quarantined_page_keeps_its_session(table: PageTable) -> None:
+    table.reserve([5], session=77)
+    table.quarantine([5])
+    assert fields(table, 5, "state", "session", "generation") == [QUARANTINED, 77, 1]
+
+
+def test_each_turn_of_a_page_has_its_own_generation(table: PageTable) -> None:
+    generations = []
+    for _ in range(3):
+        table.reserve([0], session=1)
+        generations += fields(table, 0, "generation")
+        table.free([0])
+        generations += fields(table, 0, "generation")
+    assert generations == [1, 1, 2, 2, 3, 3]
+
+
+def test_an_unbacked_page_is_as_new(table: PageTable, memory: bytearray) -> None:
+    table.reserve([0, 1], session=1)
+    table.unback([0, 1])
+    assert memory == bytes(len(memory))
+
+
+def test_every_step_takes_pages_as_an_array_too(table: PageTable) -> None:
+    pages = np.array([3, 1], np.int64)
+    for step in (table.free, lambda p: table.reserve(p, 1), table.quarantine, table.unback):
+        step(pages)
+        assert table.sealed().all()
+
+
+def test_the_head_says_whose_table_it_is(table: PageTable, memory: bytearray) -> None:
+    table.begin(epoch=5, fingerprint=bytes(range(32)))
+    assert bytes(memory[:8]) == MAGIC
+    assert bytes(memory[24:56]) == bytes(range(32))
+    assert np.frombuffer(memory, "<u8", 2, offset=8).tolist() == [5, NUM_PAGES]
+    assert bytes(memory[56:HEADER_BYTES]) == bytes(HEADER_BYTES - 56)
+
+
+# --- half a record ---
+
+before_and_after: dict[str, tuple[Callable[[PageTable], None], Callable[[PageTable], None]]] = {
+    "unbacked, free": (lambda t: None, lambda t: t.free([3])),
+    "free, reserved": (lambda t: t.free([3]), lambda t: t.reserve([3], 1 << 40)),
+    "reserved, committed": (lambda t: t.reserve([3], 7), lambda t: commit(t)),
+    "reserved, quarantined": (lambda t: t.reserve([3], 7), lambda t: t.quarantine([3])),
+    "reserved, free": (lambda t: t.reserve([3], 7), lambda t: t.free([3])),
+    "committed, free": (lambda t: commit(t), lambda t: t.free([3])),
+    "quarantined, free": (
+        lambda t: (t.reserve([3], 7), t.quarantine([3]))[0],
+        lambda t: t.free([3]),
+    ),
+    "free, unbacked": (lambda t: (t.reserve([3], 7), t.free([3]))[0], lambda t: t.unback([3])),
+}
+
+
+def commit(table: PageTable) -> None:
+    table.reserve([1, 3], 7)
+    table.commit([1], NO_PARENT, 0, packed(9, 8, 7, 6), namespace=4)
+    table.commit([3], 1, 1, packed(1, 2, 3, 4), namespace=4, group=1)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["from the start", "from the end"])
+@pytest.mark.parametrize("steps", before_and_after)
+def test_a_record_of_which_some_words_were_written_is_seen(
+    table: PageTable, memory: bytearray, steps: str, reverse: bool
+) -> None:
+    first, then = before_and_after[steps]
+    size = record_dtype(LAYOUT.block_size).itemsize
+    place = slice(HEADER_BYTES + 3 * size, HEADER_BYTES + 4 * size)
+    first(table)
+    old = bytes(memory[place])
+    then(table)
+    new = bytes(memory[place])
+    assert old != new
+    if reverse:
+        old, new = new, old
+    for words in range(size // 8 + 1):
+        torn = new[: words * 8] + old[words * 8 :]
+        memory[place] = torn
+        assert table.sealed()[3] == (torn in (old, new)), f"the first {words} words"
+        assert np.delete(table.sealed(), 3).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_every_bit_of_a_record_counts(block_size: int) -> None:
+    layout = Layout(1, 1, 8, "float16", block_size=block_size)
+    memory = bytearray(table_bytes(layout, 1))
+    table = PageTable(layout, 1, memoryview(memory))
+    table.reserve([0], 7)
+    table.commit([0], NO_PARENT, 0, packed(*range(block_size)), namespace=4)
+    for byte in range(HEADER_BYTES, len(memory)):
+        for bit in range(8):
+            memory[byte] ^= 1 << bit
+            assert not table.sealed()[0], (byte - HEADER_BYTES, bit)
+            memory[byte] ^= 1 << bit
+    assert table.sealed()[0]
+
+
+def test_two_records_that_changed_places_in_their_words_are_seen(
+    table: PageTable, memory: bytearray
+) -> None:
+    """The seal is no plain sum: it knows which word stands where."""
+    table.reserve([3], 7)
+    words = np.frombuffer(memory, "<u8", offset=HEADER_BYTES).reshape(NUM_PAGES, -1)
+    words[3, [1, 2]] = words[3, [2, 1]]
+    assert not table.sealed()[3]
+
+
+# --- on a file ---
+
+
+def test_a_table_has_all_its_memory_and_belongs_to_the_daemon_alone(shm: Path) -> None:
+    create_page_table(shm / "table", LAYOUT, NUM_PAGES)
+    found = (shm / "table").stat()
+    assert found.st_size == table_bytes(LAYOUT, NUM_PAGES)
+    assert found.st_blocks * 512 >= found.st_size
+    assert found.st_mode & 0o777 == 0o600
+
+
+def test_a_table_that_is_there_is_not_made_again(shm: Path) -> None:
+    create_page_table(shm / "table", LAYOUT, NUM_PAGES)
+    with pytest.raises(FileExistsError):
+        create_page_table(shm / "table", LAYOUT, NUM_PAGES)
+
+
+def test_a_table_outlives_its_daemon(shm: Path, child: Callable[..., Child]) -> None:
+    program = """
+import sys
+from pathlib import Path
+from kvd.arena.page_table import *
+from kvd.protocol.layout import Layout
+layout = Layout(1, 1, 8, "float16", block_size=4)
+table = create_page_table(Path(sys.argv[1]), layout, 8)
+table.free(range(8))
+table.reserve([1, 2], 7)
+table.commit([1], -1, 0, bytes(range(16)), 4)
+print("noted")
+input()
+"""
+    daemon = child(program, shm / "table")
+    assert daemon.says() == "noted"
+    daemon.send(signal.SIGKILL)
+    daemon.ended()
+    with (shm / "table").open("rb") as file:
+        found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    table = PageTable(LAYOUT, NUM_PAGES, memoryview(found))
+    assert table.sealed().all()
+    assert table.records["state"].tolist() == [FREE, COMMITTED, RESERVED, *[FREE] * 5]
+
+
+def test_a_table_without_room_is_an_error_and_leaves_no_file(mount: Callable[..., Path]) -> None:
+    path = mount("size=64k") / "table"
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        create_page_table(path, LAYOUT, 4096)
+    assert caught.value.errno == errno.ENOSPC
+    assert not path.exists()

@@ -1,0 +1,62 @@
+"""What tests of several packages share: models that run offline.
+
+torch is imported inside the fixtures, so that tests that need no model start at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import demo  # noqa: F401 - sets what torch and transformers read when they are imported
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+# The first test that asks for one of these waits until the model is made: once per machine.
+MADE_ONCE = {"recall_dir", "smollm2_dir"}
+SECONDS_TO_MAKE = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if MADE_ONCE.intersection(fixtures) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SECONDS_TO_MAKE))
+
+
+@pytest.fixture(scope="session")
+def _two_threads() -> None:
+    """Results in floating point depend on the number of threads."""
+    import torch
+
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def recall_dir(_two_threads: None) -> Path:
+    """The folder of the recall model: load it with `demo.models.load`, see `demo.recall`."""
+    from demo import models
+
+    return models.recall_dir(print)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(_two_threads: None) -> Path:
+    """The folder of SmolLM2; the test is skipped where its weights are not there."""
+    from demo import models
+
+    try:
+        return models.smollm2_dir(print)
+    except models.ModelUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def tiny_llama(_two_threads: None) -> LlamaForCausalLM:
+    """A fresh random Llama whose logits show every error in its KV."""
+    from demo import models
+
+    return models.tiny_llama()

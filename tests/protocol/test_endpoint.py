@@ -1,0 +1,103 @@
+"""Where daemon and clients meet when nobody says where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvd.protocol.endpoint import MAX_IPC_PATH, client_endpoint, default_endpoint, socket_path
+from kvd.protocol.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVD_ENDPOINT", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+
+def test_what_the_environment_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    monkeypatch.setenv("KVD_ENDPOINT", "ipc:///elsewhere/kvd.sock")
+    assert default_endpoint() == client_endpoint() == "ipc:///elsewhere/kvd.sock"
+
+
+def test_the_runtime_directory_comes_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert default_endpoint() == "ipc:///run/user/1000/kvd/kvd.sock"
+
+
+def test_a_directory_of_the_user_comes_last() -> None:
+    expected = f"ipc://{tempfile.gettempdir()}/kvd-{os.getuid()}/kvd.sock"
+    assert default_endpoint() == expected
+
+
+def test_a_client_looks_where_the_daemon_listens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "kvd").mkdir()
+    (tmp_path / "kvd/kvd.sock").touch()
+    assert client_endpoint() == default_endpoint() == f"ipc://{tmp_path}/kvd/kvd.sock"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, "ipc:///run/kvd.sock"),
+        ({"XDG_RUNTIME_DIR": "/run/user/1"}, "ipc:///run/kvd.sock"),
+        ({"KVD_ENDPOINT": "ipc:///elsewhere"}, "ipc:///elsewhere"),
+        ({"KVD_ENDPOINT": ""}, "ipc:///run/kvd.sock"),  # as if it was not there
+    ],
+    ids=repr,
+)
+def test_a_client_finds_the_service_of_the_system(said: dict[str, str], expected: str) -> None:
+    """In a mount namespace of its own, where /run holds kvd.sock and nothing else."""
+    look = "from kvd.protocol.endpoint import client_endpoint; print(client_endpoint())"
+    script = f"mount -t tmpfs none /run && touch /run/kvd.sock && {sys.executable} -c '{look}'"
+    unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*unshare, "mount -t tmpfs none /run"], capture_output=True).returncode:
+        pytest.skip("needs to be allowed to mount a tmpfs in a namespace of its own")
+    found = subprocess.run(
+        [*unshare, script],
+        env={"PATH": os.environ["PATH"], "TMPDIR": "/nowhere", **said},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == expected
+
+
+def test_a_path_of_107_bytes_is_the_longest() -> None:
+    longest = "/" + "x" * 106
+    assert MAX_IPC_PATH == 107
+    assert socket_path(f"ipc://{longest}") == Path(longest)
+    with pytest.raises(ConfigError, match=r"108 bytes.*107"):
+        socket_path(f"ipc://{longest}x")
+
+
+def test_a_path_is_measured_in_bytes_and_not_in_letters() -> None:
+    with pytest.raises(ConfigError, match="201 bytes"):
+        socket_path("ipc:///" + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 100)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "kvd.sock",
+        "/run/kvd.sock",
+        "ipc://kvd.sock",
+        "ipc://@abstract",
+        "ipc://",
+        "tcp://127.0.0.1:5555",
+        "ipc:/run/kvd.sock",
+    ],
+)
+def test_what_is_no_absolute_ipc_path_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="absolute path"):
+        socket_path(endpoint)
