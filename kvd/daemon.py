@@ -21,7 +21,7 @@ from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.config import Config
-from kvd.protocol.endpoint import socket_path
+from kvd.protocol.endpoint import is_default, socket_path
 from kvd.tiers.registry import load_tier
 
 if TYPE_CHECKING:
@@ -81,11 +81,15 @@ class Daemon(AsyncContextManagerMixin):
 
     def _own_endpoint(self) -> OwnerLock:
         path = socket_path(self.endpoint)
-        if not path.parent.exists():
+        # A place that we chose must be ours alone; one that we were given is the giver's business.
+        if is_default(self.endpoint):
             private_directory(path.parent, 0o700)
+        else:
+            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
 
     def _own_directory(self) -> OwnerLock:
-        private_directory(self.directory.parent)
+        if not self.config.directory:
+            private_directory(self.directory.parent)
         private_directory(self.directory)
         return OwnerLock(self.directory / "daemon.lock", str(self.directory))

@@ -18,6 +18,7 @@ from kvd.protocol.errors import (
     LimitExceeded,
     OutOfPages,
     PagesInUse,
+    Unsupported,
 )
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
@@ -39,4 +40,5 @@ __all__ = [
     "Namespace",
     "OutOfPages",
     "PagesInUse",
+    "Unsupported",
 ]

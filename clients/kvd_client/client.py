@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
@@ -22,6 +23,7 @@ from kvd.protocol.endpoint import client_endpoint, socket_path
 from kvd.protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
+    LimitExceeded,
     NotAttached,
     StaleEpoch,
     UnknownNamespace,
@@ -44,6 +46,8 @@ from kvd.protocol.messages import (
 from kvd_client.lease import Binding, Lease, ahead_of, pages_for
 from kvd_client.session import Call, Core, Link, Session, result_of, traceparent, wire
 
+logger = logging.getLogger(__name__)
+
 R = TypeVar("R", bound=AnyReply)
 
 # While the daemon is away it is looked for this often, and a probe is given up after so long.
@@ -63,6 +67,7 @@ class Connection:
         socket_path(endpoint)
         self.core = Core(name, self._link_changed)
         self.settled = threading.Event()  # the link is up or down, not on its way
+        self.up = threading.Event()
         self._outbox: deque[Call] = deque()
         self._lingering: list[Lease] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -84,8 +89,16 @@ class Connection:
 
     def post(self, call: Call) -> None:
         """Have a call sent; its answer comes to it."""
+        if self._closing:
+            raise DaemonUnavailable("the client is closed")
         self._outbox.append(call)
         os.eventfd_write(self._wake, 1)
+
+    def withdraw(self, call: Call) -> None:
+        """Nobody waits for this call any more, sent or not."""
+        with contextlib.suppress(ValueError):
+            self._outbox.remove(call)
+        self.core.forget(call)
 
     def suspect(self) -> None:
         """A deadline passed in silence: nobody else shall wait until the daemon speaks again."""
@@ -105,14 +118,20 @@ class Connection:
             os.close(self._wake)
 
     def _link_changed(self, link: Link) -> None:
-        if link is Link.ATTACHING:
-            self.settled.clear()
-        else:
-            self.settled.set()
+        (self.up.set if link is Link.ATTACHED else self.up.clear)()
+        (self.settled.clear if link is Link.ATTACHING else self.settled.set)()
 
     # --- the thread ---
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("reason=internal the client's thread failed: kvd is not used any more")
+        finally:
+            self._finish()
+
+    def _serve(self) -> None:
         poller = select.poll()
         for fd in (self._wake, self._socket.fileno(), self._monitor.fileno()):
             poller.register(fd, select.POLLIN)
@@ -126,7 +145,6 @@ class Connection:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             self._watch_connection()
-        self._finish()
 
     def _beat(self, now: float) -> float:
         """Send a heartbeat, or look for the daemon, when it is time; seconds until the next."""
@@ -219,12 +237,7 @@ class Client:
 
     def wait_attached(self, seconds: float) -> bool:
         """Wait until the daemon answers, for so many seconds at most."""
-        deadline = time.monotonic() + seconds
-        while not self.attached and time.monotonic() < deadline:
-            self.connection.settled.wait(min(0.02, deadline - time.monotonic()))
-            if not self.attached:
-                time.sleep(0.005)
-        return self.attached
+        return self.connection.up.wait(seconds)
 
     def open(self, identity: Identity, layout: Layout, salt: str = "") -> Namespace:
         """The namespace of a model's KV. It is bound to the daemon at each first use."""
@@ -234,10 +247,9 @@ class Client:
 
     def status(self) -> StatusReply:
         """How the daemon stands. Raises DaemonUnavailable or DeadlineExceeded."""
-        deadline = self.deadline()
-        session = self.session(deadline)
-        request = StatusRequest(id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline))
-        return self.request(session, request, deadline, StatusReply)
+        deadline = time.monotonic() + self.timeout
+        request = StatusRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        return self._ask(Call(request), deadline, StatusReply)  # needs no session
 
     def close(self) -> None:
         """Detach. Leases that are still open end; their pages are freed when no view is left."""
@@ -252,9 +264,6 @@ class Client:
             self._connect()
         return self._connection
 
-    def deadline(self) -> float:
-        return time.monotonic() + self.timeout
-
     def session(self, deadline: float) -> Session:
         """The session, waited for while it is on its way; raises DaemonUnavailable."""
         connection = self.connection
@@ -265,7 +274,8 @@ class Client:
                 return session
             if not connection.settled.wait(deadline - time.monotonic()):
                 connection.suspect()
-        raise DaemonUnavailable(f"no kvd answers on {self.endpoint}")
+        why = f"refuses: {core.refusal}" if core.refusal else "does not answer"
+        raise DaemonUnavailable(f"kvd on {self.endpoint} {why}")
 
     def request(
         self,
@@ -276,18 +286,28 @@ class Client:
         tokens: bytes | None = None,
     ) -> R:
         """Ask and wait for the answer; raises what the daemon answered, or DeadlineExceeded."""
-        connection = self.connection
-        core = connection.core
+        core = self.connection.core
         if core.session is not session:
             raise StaleEpoch("the session of this lease or namespace is over")
-        call, heard = Call(request, tokens), core.num_received
+        if core.link is Link.DOWN:
+            raise DaemonUnavailable(f"kvd on {self.endpoint} does not answer")
+        call = Call(request, tokens)
+        if (size := sum(map(len, call.frames))) > session.max_request_bytes:
+            raise LimitExceeded(
+                f"a request of {size} bytes; kvd takes {session.max_request_bytes} at most"
+            )
+        return self._ask(call, deadline, kind)
+
+    def _ask(self, call: Call, deadline: float, kind: type[R]) -> R:
+        connection = self.connection
+        heard = connection.core.num_received
         connection.post(call)
         try:
             answered = call.wait(deadline - time.monotonic())
         finally:
-            core.forget(call)
+            connection.withdraw(call)
         if not answered:
-            if core.num_received == heard:
+            if connection.core.num_received == heard:
                 connection.suspect()
             raise DeadlineExceeded(f"no answer from {self.endpoint} within the deadline")
         if call.error is not None:
@@ -363,7 +383,10 @@ class Namespace:
             salt=self.salt,
         )
         reply = self.client.request(session, request, deadline, OpenReply)
-        arena = MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
+        try:
+            arena = MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
+        except OSError as error:  # a restart between the reply and here, or another file system
+            raise DaemonUnavailable(f"the arena cannot be mapped: {error}") from error
         self._binding = Binding(session, reply.namespace, arena)
         return self._binding
 

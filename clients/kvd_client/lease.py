@@ -153,10 +153,11 @@ class Lease:
         binding, result = self._binding, self._result
         if binding is None or result is None:
             return False
-        header = binding.session.header
+        session = binding.session
         return (
-            header.epoch == binding.session.epoch
-            and header.generation(result.slot) == result.generation
+            session.lock.is_held  # not so in a forked child, which has no mapping either
+            and session.header.epoch == session.epoch
+            and session.header.generation(result.slot) == result.generation
         )
 
     @property
@@ -334,6 +335,8 @@ class Lease:
     def _bound(self) -> Binding:
         if self._binding is None:
             raise LeaseEnded("the lease was released, or never had pages (no daemon answered)")
+        if not self._binding.session.lock.is_held:
+            raise LeaseEnded("a forked child has no leases of its parent: match anew")
         return self._binding
 
     def _ask(

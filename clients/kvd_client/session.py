@@ -10,6 +10,7 @@ dict or a counter, which the interpreter does whole.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -29,7 +30,6 @@ from kvd.protocol.errors import (
     DaemonUnavailable,
     KvdError,
     NotAttached,
-    StaleEpoch,
     error_from_wire,
 )
 from kvd.protocol.messages import (
@@ -43,6 +43,8 @@ from kvd.protocol.messages import (
     Failure,
     HeartbeatRequest,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -62,6 +64,7 @@ class Session:
     name: str
     epoch: int
     heartbeat_seconds: float
+    max_request_bytes: int
     header: SharedHeader
     lock: SessionLock
 
@@ -104,6 +107,8 @@ class Core:
         """`on_link` is told each change of the link, in the thread that made it."""
         self.link = Link.ATTACHING
         self.session: Session | None = None
+        # Why the daemon, which is there, gave no session.
+        self.refusal: KvdError | None = None
         # Leases that exist or are asked for: what the daemon holds beside them is released there.
         self.living: dict[int, None] = {}
         self.num_received = 0
@@ -176,13 +181,16 @@ class Core:
             return  # of a newer daemon: whoever asked runs into the deadline
         self.num_received += 1
         error = _error_of(reply)
-        if reply.id == self._probe:
+        if is_probe := reply.id == self._probe:
             self._probe = 0
         if isinstance(reply, AttachReply):
             error = self._attached(reply)
-        elif isinstance(error, NotAttached | StaleEpoch):
+        elif self.session is None:
+            if is_probe and error is not None:
+                self._refused(error)
+        elif reply.epoch != self.session.epoch or isinstance(error, NotAttached):
             self._lost()
-        elif self.session is not None:
+        else:
             self.set_link(Link.ATTACHED)
         if (call := self._pending.pop(reply.id, None)) is not None:
             call.answer(reply, error)
@@ -198,21 +206,29 @@ class Core:
                 reply.session,
                 reply.epoch,
                 reply.heartbeat_seconds,
+                reply.max_request_bytes,
                 map_header(reply.header_path),
                 SessionLock(reply.lock_path),
             )
         except (OSError, KvdError) as error:
-            self.set_link(Link.DOWN)
-            return DaemonUnavailable(f"the daemon's memory cannot be mapped: {error}")
+            self._refused(KvdError(f"its memory cannot be mapped: {error}"))
+            return self.refusal
+        self.refusal = None
         self.set_link(Link.ATTACHED)
         return None
 
+    def _refused(self, error: KvdError) -> None:
+        if self.refusal is None:
+            logger.warning("kvd is there, but gives no session: %s", error)
+        self.refusal = error
+        self.set_link(Link.DOWN)
+
     def _lost(self) -> None:
         """The daemon does not know the session: every lease of it is void."""
-        if self.session is not None:
-            self._previous = self.session.name
-            self.session = None
-            self.living.clear()
+        assert self.session is not None
+        self._previous = self.session.name
+        self.session = None
+        self.living.clear()
         self.set_link(Link.ATTACHING)
 
 

@@ -170,6 +170,9 @@ class Manager:
         self, lease: Lease, start: int, stop: int, ahead: int, seconds: float
     ) -> Runs:
         """The pages, in the order of arrival; raises OutOfPages or LeaseEnded."""
+        wanted = stop - len(lease.granted)
+        if wanted > lease.namespace.arena.pool.num_pages:  # no waiting will help
+            raise out_of_pages(self.shortage(lease, wanted))
         waiter = _Waiter(lease, start, stop, ahead)
         self._waiters.append(waiter)
         self._serve_waiters()

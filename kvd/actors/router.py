@@ -270,6 +270,7 @@ class Router:
             version=version,
             session=session.name,
             heartbeat_seconds=self._config.sessions.heartbeat_seconds,
+            max_request_bytes=int(self._config.limits.request_bytes),
             header_path=str(self._header),
             lock_path=str(self._sessions.path(session.id)),
         )

@@ -35,6 +35,10 @@ class SessionLock:
             raise LeaseEnded(f"the session of {path} is over")
         _held.add(self)
 
+    @property
+    def is_held(self) -> bool:
+        return self._fd >= 0
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

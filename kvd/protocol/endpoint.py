@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvd.protocol.errors import ConfigError
 
+SYSTEM_SOCKET = Path("/run/kvd.sock")
 MAX_IPC_PATH = 107  # sun_path holds 108 bytes, the last one zero
 
 
@@ -20,12 +21,25 @@ def default_endpoint() -> str:
     return f"ipc://{tempfile.gettempdir()}/kvd-{os.getuid()}/kvd.sock"
 
 
+def is_default(endpoint: str) -> bool:
+    """Whether this is a place of our own choice, where nobody said one."""
+    return "KVD_ENDPOINT" not in os.environ and endpoint == default_endpoint()
+
+
 def client_endpoint() -> str:
-    """Where a client looks: as the daemon does, and then at the system's service."""
+    """Where a client looks: as the daemon does, and then at the system's service.
+
+    Refuses a default place that belongs to another user, who would be trusted with our memory
+    (ConfigError).
+    """
     endpoint = default_endpoint()
-    system = Path("/run/kvd.sock")
-    if "KVD_ENDPOINT" not in os.environ and not socket_path(endpoint).exists() and system.exists():
-        return f"ipc://{system}"
+    if not is_default(endpoint):
+        return endpoint
+    path = socket_path(endpoint)
+    if not path.exists():
+        return f"ipc://{SYSTEM_SOCKET}" if SYSTEM_SOCKET.exists() else endpoint
+    if path.parent.stat().st_uid != os.getuid():
+        raise ConfigError(f"{path.parent} belongs to another user: set KVD_ENDPOINT")
     return endpoint
 
 

@@ -212,6 +212,7 @@ class AttachReply(Reply, frozen=True, tag="attach"):
     version: int
     session: str
     heartbeat_seconds: float
+    max_request_bytes: int
     header_path: str
     lock_path: str
 

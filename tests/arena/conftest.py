@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from signal import Signals
 
 ROOT = Path(__file__).parents[2]
 # Printed lines leave the process at once and whole, also where it forks.
@@ -68,7 +71,7 @@ class Child:
         assert self.process.stdin
         self.process.stdin.write(f"{line}\n")
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number: Signals) -> None:
         self.process.send_signal(number)
 
     def ended(self) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvd.arena.header import NUM_SLOTS, create_header, map_header
 from kvd.protocol.errors import KvdError
-from tests.arena.conftest import Child
+
+if TYPE_CHECKING:
+    from tests.arena.conftest import Child
 
 
 @pytest.fixture
@@ -34,18 +37,17 @@ def test_a_client_sees_the_epoch_of_the_next_daemon_in_its_old_mapping(path: Pat
 def test_a_client_sees_that_its_lease_has_ended(path: Path) -> None:
     daemon = create_header(path)
     client = map_header(str(path))
-    before = [client.generation(slot) for slot in (6, 7, 8)]
-    daemon.end(7)
-    assert [client.generation(slot) for slot in (6, 7, 8)] == [before[0], before[1] + 1, before[2]]
+    daemon.set_generation(7, 5)
+    assert [client.generation(slot) for slot in (6, 7, 8)] == [0, 5, 0]
 
 
 def test_the_first_and_last_slot_are_apart_from_the_epoch(path: Path) -> None:
     daemon = create_header(path)
     daemon.begin_epoch(5)
-    daemon.end(0)
-    daemon.end(NUM_SLOTS - 1)
+    daemon.set_generation(0, 1)
+    daemon.set_generation(NUM_SLOTS - 1, 2)
     client = map_header(str(path))
-    assert (client.epoch, client.generation(0), client.generation(NUM_SLOTS - 1)) == (5, 1, 1)
+    assert (client.epoch, client.generation(0), client.generation(NUM_SLOTS - 1)) == (5, 1, 2)
 
 
 @pytest.mark.parametrize("slot", [NUM_SLOTS, NUM_SLOTS + 1])
@@ -54,32 +56,43 @@ def test_a_slot_that_does_not_exist_is_refused(path: Path, slot: int) -> None:
     with pytest.raises(IndexError):
         header.generation(slot)
     with pytest.raises(IndexError):
-        header.end(slot)
+        header.set_generation(slot, 1)
 
 
-def test_generations_outlive_the_daemon(path: Path, child: Callable[..., Child]) -> None:
+def test_a_header_outlives_the_daemon(path: Path, child: Callable[..., Child]) -> None:
     program = """
 import sys
 from pathlib import Path
 from kvd.arena.header import create_header
 header = create_header(Path(sys.argv[1]))
 header.begin_epoch(3)
-header.end(2)
-print("ended")
+header.set_generation(2, 9)
+print("done")
 input()
 """
     daemon = child(program, path)
-    assert daemon.says() == "ended"
+    assert daemon.says() == "done"
+    client = map_header(str(path))
     daemon.send(signal.SIGKILL)
     daemon.ended()
-    assert (create_header(path).epoch, create_header(path).generation(2)) == (3, 1)
+    assert (client.epoch, client.generation(2)) == (3, 9)
+    assert (create_header(path).epoch, create_header(path).generation(2)) == (3, 9)
+
+
+def test_an_epoch_begins_with_no_generation(path: Path) -> None:
+    header = create_header(path)
+    for slot in (0, 7, NUM_SLOTS - 1):
+        header.set_generation(slot, 9)
+    header.begin_epoch(2)
+    assert header.epoch == 2
+    assert {header.generation(slot) for slot in range(NUM_SLOTS)} == {0}
 
 
 def test_a_client_cannot_write(path: Path) -> None:
     create_header(path)
     client = map_header(str(path))
     with pytest.raises(TypeError, match="read-only"):
-        client.end(0)
+        client.set_generation(0, 1)
     with pytest.raises(TypeError, match="read-only"):
         client.begin_epoch(1)
 

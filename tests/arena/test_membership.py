@@ -7,16 +7,20 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvd.arena.membership import SessionLock, create_session_file, is_held, remove_if_unheld
 from kvd.protocol.errors import LeaseEnded
-from tests.arena.conftest import Child
+
+if TYPE_CHECKING:
+    from tests.arena.conftest import Child
 
 HOLD = """
 import os, sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from kvd.arena.membership import SessionLock, remove_if_unheld
 from kvd.protocol.errors import LeaseEnded
 path = sys.argv[1]

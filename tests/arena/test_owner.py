@@ -6,16 +6,20 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.protocol.errors import AlreadyRunning, ConfigError
-from tests.arena.conftest import Child
+
+if TYPE_CHECKING:
+    from tests.arena.conftest import Child
 
 OWN = """
 import os, sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from kvd.arena.owner import OwnerLock
 lock = OwnerLock(Path(sys.argv[1]), "it")
 print(os.getpid())

@@ -7,7 +7,7 @@ import mmap
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,9 @@ from kvd.arena.page_table import (
     table_bytes,
 )
 from kvd.protocol.layout import Layout
-from tests.arena.conftest import Child
+
+if TYPE_CHECKING:
+    from tests.arena.conftest import Child
 
 LAYOUT = Layout(1, 1, 8, "float16", block_size=4)
 NUM_PAGES = 8
@@ -156,38 +158,61 @@ def test_the_head_says_whose_table_it_is(table: PageTable, memory: bytearray) ->
 
 # --- half a record ---
 
-before_and_after: dict[str, tuple[Callable[[PageTable], None], Callable[[PageTable], None]]] = {
-    "unbacked, free": (lambda t: None, lambda t: t.free([3])),
-    "free, reserved": (lambda t: t.free([3]), lambda t: t.reserve([3], 1 << 40)),
-    "reserved, committed": (lambda t: t.reserve([3], 7), lambda t: commit(t)),
-    "reserved, quarantined": (lambda t: t.reserve([3], 7), lambda t: t.quarantine([3])),
-    "reserved, free": (lambda t: t.reserve([3], 7), lambda t: t.free([3])),
-    "committed, free": (lambda t: commit(t), lambda t: t.free([3])),
-    "quarantined, free": (
-        lambda t: (t.reserve([3], 7), t.quarantine([3]))[0],
-        lambda t: t.free([3]),
-    ),
-    "free, unbacked": (lambda t: (t.reserve([3], 7), t.free([3]))[0], lambda t: t.unback([3])),
-}
+Step = Callable[[PageTable], None]
+
+
+def free(table: PageTable) -> None:
+    table.free([3])
+
+
+def reserve(table: PageTable) -> None:
+    table.reserve([3], (1 << 40) + 7)
 
 
 def commit(table: PageTable) -> None:
-    table.reserve([1, 3], 7)
+    table.reserve([1], 7)
     table.commit([1], NO_PARENT, 0, packed(9, 8, 7, 6), namespace=4)
     table.commit([3], 1, 1, packed(1, 2, 3, 4), namespace=4, group=1)
 
 
+def quarantine(table: PageTable) -> None:
+    table.quarantine([3])
+
+
+def unback(table: PageTable) -> None:
+    table.unback([3])
+
+
+LIVES: list[list[Step]] = [
+    [free],
+    [free, reserve],
+    [free, reserve, commit],
+    [free, reserve, commit, free],
+    [free, reserve, commit, free, reserve],
+    [free, reserve, free],
+    [free, reserve, quarantine],
+    [free, reserve, quarantine, free],
+    [free, reserve, commit, free, unback],
+]
+
+
+def name(life: object) -> str:
+    assert isinstance(life, list)
+    return ", ".join(step.__name__ for step in life)
+
+
 @pytest.mark.parametrize("reverse", [False, True], ids=["from the start", "from the end"])
-@pytest.mark.parametrize("steps", before_and_after)
+@pytest.mark.parametrize("life", LIVES, ids=name)
 def test_a_record_of_which_some_words_were_written_is_seen(
-    table: PageTable, memory: bytearray, steps: str, reverse: bool
+    table: PageTable, memory: bytearray, life: list[Step], reverse: bool
 ) -> None:
-    first, then = before_and_after[steps]
+    """The last step of a page's life was cut off between two words."""
     size = record_dtype(LAYOUT.block_size).itemsize
     place = slice(HEADER_BYTES + 3 * size, HEADER_BYTES + 4 * size)
-    first(table)
+    for step in life[:-1]:
+        step(table)
     old = bytes(memory[place])
-    then(table)
+    life[-1](table)
     new = bytes(memory[place])
     assert old != new
     if reverse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ def test_pages_come_back_from_their_runs(pages: list[int]) -> None:
 def test_no_two_runs_could_be_one(pages: list[int]) -> None:
     runs = runs_of(pages)
     assert all(run.count >= 1 for run in runs)
-    for one, following in zip(runs, runs[1:], strict=False):
+    for one, following in pairwise(runs):
         assert one.first + one.count != following.first
 
 

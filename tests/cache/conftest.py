@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from kvd.cache.leases import Lease
 from kvd.cache.state import ArenaState, CacheState, Committed, Freed, Granted, Namespace, Plan
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
+
+if TYPE_CHECKING:
+    from kvd.cache.leases import Lease
 
 LAYOUT = Layout(1, 1, 2, "float16", block_size=1, num_planes=1)  # 4 bytes a page
 EXTENT = 16
@@ -45,13 +47,13 @@ class Cache:
         have = len(lease.granted)
         answer = self.state.reserve(lease, have, have + count)
         assert isinstance(answer, Granted)
-        return answer.pages.tolist()
+        return list(answer.pages.tolist())
 
     def commit(self, lease: Lease, text: str, pages: list[int] | None = None) -> list[int]:
         """Commit letters behind the lease's prefix; the pages that now hold them."""
         pages = self.reserve(lease, len(text)) if pages is None else pages
         answer = self.state.commit(lease, lease.num_blocks, np.array(pages, np.int64), packed(text))
-        return answer.pages.tolist()
+        return list(answer.pages.tolist())
 
     def hold(self, text: str, session: int = 1, salt: str = "") -> Lease:
         """A lease on all of these blocks, computed where they are not there."""

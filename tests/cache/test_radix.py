@@ -154,7 +154,8 @@ def test_a_split_leaves_the_unlocked_half_at_its_age(grown: Grown) -> None:
     cold = grown.lru.coldest()
     grown.grow("a")
     assert grown.lru.coldest() is cold
-    assert cold and cold.num_blocks == 3
+    assert cold is not None
+    assert cold.num_blocks == 3
     assert grown.lru.num_blocks == 5
 
 
@@ -267,7 +268,8 @@ def test_a_touched_node_says_which_touch_it_was(grown: Grown) -> None:
     grown.put("ab")
     grown.put("ab")
     cold = grown.lru.coldest()
-    assert cold and cold.stamp == 2
+    assert cold is not None
+    assert cold.stamp == 2
 
 
 # --- cut ---

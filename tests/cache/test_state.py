@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd.arena.header import create_header
+from kvd.arena.header import SharedHeader, create_header
 from kvd.cache.pages import PageState
 from kvd.cache.state import (
     CacheState,
@@ -218,6 +218,21 @@ def test_memory_on_its_way_is_not_asked_for_twice() -> None:
     assert answer.backing == [Run(0, 16)]
     assert isinstance(answer := cache.state.reserve(second, 0, 1), Short)
     assert answer.backing == []
+
+
+def test_memory_on_its_way_is_waited_for_before_anything_is_evicted() -> None:
+    cache = Cache(num_pages=32, backed=False)
+    cache.state.begin_backing(cache.arena, 16)
+    cache.state.end_backing(cache.arena, Run(0, 16), backed=True)
+    cache.fill("abcdefghijklmnop")
+    cache.state.begin_backing(cache.arena, 16)
+    lease = cache.match("x")
+    assert isinstance(cache.state.reserve(lease, 0, 4), Short)
+    assert cache.texts() == {"abcdefghijklmnop"}
+    cache.state.end_backing(cache.arena, Run(16, 16), backed=False)
+    cache.state.may_back = False
+    assert len(cache.reserve(lease, 4)) == 4
+    assert cache.texts() == {"abcdefghijkl"}
 
 
 def test_memory_stops_at_the_capacity_of_the_tier() -> None:
@@ -492,7 +507,7 @@ def test_a_release_voids_the_lease_before_its_pages_are_free(cache: Cache) -> No
     cache.commit(lease, "ab", pages[:2])
     plan = cache.release(lease)
     assert kinds(plan) == [Ended, Freed]
-    assert plan[0] == Ended(lease.slot)
+    assert plan[0] == Ended(lease.slot, lease.generation + 1)
     assert freed(plan) == pages[2:]
 
 
@@ -524,23 +539,24 @@ def test_a_slot_says_another_generation_for_each_lease(cache: Cache, tmp_path: P
     for _ in range(3):
         lease = cache.match("a")
         assert header.generation(lease.slot) == lease.generation
-        for step in cache.release(lease):
-            assert isinstance(step, Ended)
-            header.end(step.slot)
+        note_ends(header, cache.release(lease))
         assert header.generation(lease.slot) != lease.generation
 
 
 def test_a_lease_of_the_next_daemon_holds_in_the_header_of_before(tmp_path: Path) -> None:
-    """The header outlives the daemon, with its generations; the table of leases does not."""
+    """The header outlives the daemon; the table of leases does not."""
     path, ended = tmp_path / "header", Cache()
-    header = create_header(path)
-    for step in ended.release(ended.match("a")):
-        assert isinstance(step, Ended)
-        header.end(step.slot)
+    note_ends(create_header(path), ended.release(ended.match("a")))
     header = create_header(path)
     header.begin_epoch(2)
     lease = Cache().match("a")
     assert header.generation(lease.slot) == lease.generation
+
+
+def note_ends(header: SharedHeader, plan: Plan) -> None:
+    for step in plan:
+        assert isinstance(step, Ended)
+        header.set_generation(step.slot, step.generation)
 
 
 # --- ends of sessions ---

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvd.protocol.endpoint import MAX_IPC_PATH, client_endpoint, default_endpoint, socket_path
+from kvd.protocol.endpoint import (
+    MAX_IPC_PATH,
+    client_endpoint,
+    default_endpoint,
+    is_default,
+    socket_path,
+)
 from kvd.protocol.errors import ConfigError
 
 
@@ -70,6 +76,27 @@ def test_a_client_finds_the_service_of_the_system(said: dict[str, str], expected
         check=True,
     )
     assert found.stdout.strip() == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_default_place_of_another_user_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "kvd").mkdir()
+    (tmp_path / "kvd/kvd.sock").touch()
+    os.chown(tmp_path / "kvd", 65534, 65534)
+    with pytest.raises(ConfigError, match=r"another user.*KVD_ENDPOINT"):
+        client_endpoint()
+
+
+def test_a_place_that_was_said_is_not_our_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_default(default_endpoint())
+    assert not is_default("ipc:///elsewhere/kvd.sock")
+    monkeypatch.setenv("KVD_ENDPOINT", "ipc:///said/kvd.sock")
+    assert not is_default("ipc:///said/kvd.sock")
+    monkeypatch.setenv("KVD_ENDPOINT", "")
+    assert is_default(default_endpoint())
 
 
 def test_a_path_of_107_bytes_is_the_longest() -> None:

@@ -21,9 +21,7 @@ def test_each_class_has_its_own_code() -> None:
 
 @pytest.mark.parametrize("kind", family())
 def test_a_class_says_when_it_is_raised(kind: type[KvdError]) -> None:
-    assert kind.__doc__ and kind.__doc__.startswith(
-        ("Raised when", "Raised at", "Raised by", "Base")
-    )
+    assert (kind.__doc__ or "").startswith(("Raised when", "Raised at", "Raised by", "Base"))
 
 
 def test_an_error_carries_message_and_details() -> None:

@@ -1,0 +1,96 @@
+"""What KV a Hugging Face model makes: its identity, its layout, and which models kvd refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvd_client import Identity, Layout, Unsupported
+
+# Rotary embeddings whose keys depend on how long the prompt is, not on positions alone.
+UNSTABLE_ROPE = ("dynamic", "longrope")
+
+
+def identity_of(
+    model: PreTrainedModel, revision: str | None = None, *, adapter: str = ""
+) -> Identity:
+    """Which model this is; without a revision the hub's commit, else a digest of all weights.
+
+    The digest reads every weight, about a second per gigabyte: name a revision where there is one.
+    Raises Unsupported for adapters that `adapter` does not name.
+    """
+    config = model.config
+    if getattr(model, "_hf_peft_config_loaded", False) and not adapter:
+        raise Unsupported("the model has an adapter: name it, with its version, as `adapter`")
+    if revision is None and getattr(config, "quantization_config", None) is None:
+        revision = getattr(config, "_commit_hash", None)
+    positions = {
+        "rope": getattr(config, "rope_parameters", None),
+        "max_positions": getattr(config, "max_position_embeddings", None),
+    }
+    return Identity(
+        model=config.name_or_path or config.model_type,
+        revision=revision or _digest(model),
+        adapter=adapter,
+        positions=_canonical(positions),
+    )
+
+
+def layout_of(model: PreTrainedModel, *, block_size: int = 16) -> Layout:
+    """How a block of this model's KV lies in bytes. Raises Unsupported for what kvd cannot hold."""
+    config = model.config
+    check_model(model)
+    return Layout(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_size=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        dtype=str(model.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # is checked
+        block_size=block_size,
+    )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse, with Unsupported, models whose KV kvd cannot hold or would mistake."""
+    config = model.config
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        raise Unsupported(
+            f"{config.model_type}: kvd knows prompts by their token ids alone, so only models "
+            "that read nothing else can use it"
+        )
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    if kinds != {DynamicLayer.__name__}:
+        raise Unsupported(
+            f"{config.model_type} has layers other than full attention ({', '.join(sorted(kinds))})"
+            ": kvd holds KV of every token in every layer; use transformers' DynamicCache"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        if isinstance(one, dict) and one.get("rope_type") in UNSTABLE_ROPE:
+            raise Unsupported(
+                f"rope_type {one['rope_type']!r}: its keys depend on the length of the prompt, so "
+                "a prefix of one is not that of another; use transformers' DynamicCache"
+            )
+    dtype = str(model.dtype).removeprefix("torch.")
+    if model.device.type != "cpu" or dtype not in ("float32", "bfloat16", "float16", "float64"):
+        raise Unsupported(f"the model is {dtype} on {model.device}: kvd's attention runs on CPUs")
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """SHA-256 over the configuration and every weight: name, dtype, shape and bytes."""
+    names = model.config.to_dict().items()
+    config = {k: v for k, v in names if not k.startswith("_") and k != "transformers_version"}
+    digest = hashlib.sha256(_canonical(config).encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
+        digest.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,1 @@
+"""Shipped for whoever tests against kvd or embeds it."""

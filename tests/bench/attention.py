@@ -1,0 +1,242 @@
+"""attention_vs_contiguous, attention_vs_gather: attention over a leased prefix where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from kvd_client import Client, Layout, Namespace
+from tests.bench.common import (
+    IDENTITY,
+    Bench,
+    Pairs,
+    Row,
+    capacity_for,
+    describe,
+    fitting_tokens,
+    one_thread,
+    pairs,
+    random_tokens,
+    row,
+    running_daemon,
+    timed,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUM_TOKENS = 32 << 10
+NUM_RUNS = 4
+QUERY_HEADS = 32
+# Four layers, taken in turn: more than the processor's caches hold, on either side.
+LAYOUT = Layout(num_layers=4, num_kv_heads=8, head_size=128, dtype="bfloat16")
+DTYPES: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
+QUERIES = (1, 16)
+
+KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def attention_vs_contiguous(bench: Bench) -> Iterator[Row]:
+    packed, plain, what = {}, {}, ""
+    for name, prefix in _variants(bench):
+        private = [_contiguous(prefix.layer(number)) for number in range(LAYOUT.num_layers)]
+        bench.say(f"{name}: over the lease and over contiguous tensors in turn")
+        packed[name] = prefix.compare(lambda n, q, own=private: _kernel(_packed(q), *own[n]))  # type: ignore[misc]
+        plain[name] = prefix.compare(lambda n, q, own=private: _kernel(_plain(q), *own[n]))  # type: ignore[misc]
+        what = prefix.what
+    yield row(
+        "attention_vs_contiguous",
+        min(found.ratio for found in packed.values()),
+        "x",
+        f"the worst of {_told(packed)}; attend() over one layer of {what} against one call of "
+        f"aten.{KERNEL} on [1, {LAYOUT.num_kv_heads}, tokens, {LAYOUT.head_size}], unmasked, the "
+        "query heads of a KV head packed as its rows, as attend() does; one thread. Against the "
+        f"same call with {QUERY_HEADS} query heads: {_told(plain)}",
+    )
+
+
+def attention_vs_gather(bench: Bench) -> Iterator[Row]:
+    reused, fresh, what = {}, {}, ""
+    for name, prefix in _variants(bench):
+        bench.say(f"{name}: over the lease and after gathering in turn")
+        reused[name] = prefix.compare(prefix.gather_into_buffers)
+        fresh[name] = prefix.compare(prefix.gather)
+        what = prefix.what
+    yield row(
+        "attention_vs_gather",
+        min(found.ratio for found in reused.values()),
+        "x",
+        f"the worst of {_told(reused)}; attend() over one layer of {what} against index_select of "
+        "the pages of K and V into touched buffers and then the same kernel, equally packed; one "
+        f"thread. Against indexing into new memory: {_told(fresh)}",
+    )
+
+
+def _told(found: dict[str, Pairs]) -> str:
+    return "; ".join(f"{name} {pair.ratio:.3g} x ({pair})" for name, pair in found.items())
+
+
+def _variants(bench: Bench) -> Iterator[tuple[str, _Prefix]]:
+    import torch
+
+    with one_thread():
+        for dtype in DTYPES:
+            layout = msgspec.structs.replace(LAYOUT, dtype=dtype)
+            wanted = bench.pick(NUM_TOKENS, 512)
+            num_tokens = fitting_tokens(wanted, layout, copies=3)
+            bench.say(f"{dtype}: storing {describe(num_tokens, layout, wanted)}")
+            with _leased(layout, num_tokens) as runs:
+                what = f"{describe(num_tokens, layout, wanted)} in {len(runs)} runs"
+                # What gathers has a private pool of the same pages and a block table.
+                pages = torch.cat(runs, dim=2).unflatten(2, (-1, layout.block_size))
+                for queries in QUERIES:
+                    yield (
+                        f"{dtype}, {queries} queries",
+                        _Prefix(runs, pages, queries, bench.pick(9, 2), what),
+                    )
+
+
+@contextmanager
+def _leased(layout: Layout, num_tokens: int) -> Iterator[list[Tensor]]:
+    """The runs of a leased prefix, touched."""
+    with (
+        running_daemon(capacity_for(2 * num_tokens, layout)) as daemon,
+        Client(daemon.endpoint, timeout=60) as client,
+    ):
+        namespace = client.open(IDENTITY, layout)
+        tokens = random_tokens(num_tokens, seed=0)
+        _store_in_runs(namespace, tokens)
+        with namespace.match(tokens) as lease:
+            assert lease.num_tokens == num_tokens
+            yield lease.read_tensors(0, num_tokens)
+
+
+def _store_in_runs(
+    namespace: Namespace, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
+) -> None:
+    """Have the tokens cached in NUM_RUNS runs, by reserving for another sequence in between."""
+    rng = np.random.default_rng(0)
+    step = len(tokens) // NUM_RUNS
+    other = random_tokens(len(tokens), seed=1)
+    with namespace.match(tokens) as lease, namespace.match(other) as between:
+        for number in range(NUM_RUNS):
+            lease.reserve((number + 1) * step)
+            between.reserve((number + 1) * 256)
+        for start in range(0, len(tokens), 1024):
+            _fill(lease.write_tensors(start, min(start + 1024, len(tokens))), rng)
+        lease.commit(tokens)
+
+
+def _fill(targets: list[Tensor], rng: np.random.Generator) -> None:
+    import torch
+
+    for target in targets:
+        target.copy_(torch.from_numpy(rng.standard_normal(target.shape, np.float32)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A leased prefix and the queries that attend over it, layer by layer in turn."""
+
+    runs: list[Tensor]
+    pages: Tensor  # [layers, planes, pages, block_size, heads, head_size]
+    queries: int
+    num_pairs: int
+    what: str
+
+    def compare(self, other: Callable[[int, Tensor], Tensor]) -> Pairs:
+        """attend() over the lease against another way to the same result."""
+        import torch
+
+        shape = (self.queries, QUERY_HEADS, LAYOUT.head_size)
+        query = torch.randn(shape).to(self.pages.dtype)
+        self._check(self._attend(0, query), other(0, query))
+        turns = (count(), count())
+
+        def measure(turn: Iterator[int], function: Callable[[int, Tensor], Tensor]) -> float:
+            number = next(turn) % LAYOUT.num_layers
+            return timed(lambda: function(number, query))
+
+        return pairs(
+            lambda: measure(turns[0], self._attend),
+            lambda: measure(turns[1], other),
+            self.num_pairs,
+        )
+
+    @property
+    def block_table(self) -> Tensor:
+        import torch
+
+        return torch.arange(self.pages.shape[2])
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer as they lie, gathered: `[tokens, heads, head_size]`."""
+        keys, values = (
+            self.pages[number, plane][self.block_table].flatten(0, 1) for plane in (0, 1)
+        )
+        return keys, values
+
+    def gather(self, number: int, query: Tensor) -> Tensor:
+        keys, values = (tensor.transpose(0, 1).unsqueeze(0) for tensor in self.layer(number))
+        return _kernel(_packed(query), keys, values)
+
+    def gather_into_buffers(self, number: int, query: Tensor) -> Tensor:
+        import torch
+
+        gathered = []
+        for plane, buffer in enumerate(_buffers(self.pages, self.pages.shape[2])):
+            torch.index_select(self.pages[number, plane], 0, self.block_table, out=buffer)
+            gathered.append(buffer.flatten(0, 1).transpose(0, 1).unsqueeze(0))
+        return _kernel(_packed(query), *gathered)
+
+    def _attend(self, number: int, query: Tensor) -> Tensor:
+        from kvd_infer.attention import KeysValues, attend
+
+        return attend(query, [KeysValues(run[number, 0], run[number, 1]) for run in self.runs])
+
+    def _check(self, ours: Tensor, theirs: Tensor) -> None:
+        """The last query sees every key either way; the others are masked in ours alone."""
+        import torch
+
+        theirs = theirs.reshape(QUERY_HEADS, self.queries, LAYOUT.head_size)
+        torch.testing.assert_close(ours[-1], theirs[:, -1], rtol=0.02, atol=0.02)
+
+
+def _packed(query: Tensor) -> Tensor:
+    return query.transpose(0, 1).reshape(1, LAYOUT.num_kv_heads, -1, LAYOUT.head_size)
+
+
+def _plain(query: Tensor) -> Tensor:
+    return query.transpose(0, 1).unsqueeze(0)
+
+
+def _contiguous(layer: tuple[Tensor, Tensor]) -> list[Tensor]:
+    return [tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in layer]
+
+
+def _kernel(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    import torch
+
+    output: Tensor = getattr(torch.ops.aten, KERNEL)(query, keys, values, 0.0, False)[0]
+    return output
+
+
+_kept: dict[tuple[int, str], list[Tensor]] = {}
+
+
+def _buffers(pages: Tensor, num_pages: int) -> list[Tensor]:
+    """Two touched buffers for so many pages, kept from call to call."""
+    import torch
+
+    key = (num_pages, str(pages.dtype))
+    if key not in _kept:
+        _kept.clear()
+        shape = (num_pages, *pages.shape[3:])
+        _kept[key] = [torch.ones(shape, dtype=pages.dtype) for _ in range(2)]
+    return _kept[key]

@@ -1,0 +1,111 @@
+"""What tests with a real daemon share: a small layout, its KV, and how to wait for an event."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd_client import Identity, Layout
+
+if TYPE_CHECKING:
+    from kvd_client.client import Client, Namespace
+    from kvd_client.lease import Lease
+
+T = TypeVar("T")
+
+IDENTITY = Identity("model", "main")
+# A slice has 128 bytes, so that 32 pages fill whole pages of the system: an extent of 16 KiB.
+LAYOUT = Layout(2, 1, 8, "float32", block_size=4)
+BLOCK = LAYOUT.block_size
+EXTENT_PAGES = 32
+PATIENCE_SECONDS = 60.0
+
+# Fast, since tests wait for what happens at a heartbeat or a sweep.
+SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 60.0}
+
+
+def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, Any]:
+    """A configuration whose host tier has so many pages of LAYOUT; all of them can be used."""
+    tier = {"type": "host", "capacity_bytes": num_pages * LAYOUT.page_bytes}
+    cache = {"high_watermark": 1.0, "low_watermark": 1.0}
+    return {"tiers": [tier], "sessions": SESSIONS, "cache": cache} | sections
+
+
+def eventually(condition: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:
+    """Ask again and again until the answer is true; the last answer where it never is."""
+    deadline = time.monotonic() + patience
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"it never came true; the last answer was {answer!r}"
+        time.sleep(0.005)
+    return answer
+
+
+def tokens_of(seed: int, num_blocks: int) -> list[int]:
+    """A sequence that shares no block with that of another seed."""
+    return [seed * 100_000 + place for place in range(num_blocks * BLOCK)]
+
+
+def kv_of(tokens: Sequence[int], layout: Layout = LAYOUT) -> NDArray[np.float32]:
+    """The KV that a model would compute: each row tells of all tokens up to its own.
+
+    Shaped as the arrays of a lease, and exact in float32.
+    """
+    sums = np.empty(len(tokens), np.float32)
+    crc = 0
+    for place, token in enumerate(tokens):
+        crc = zlib.crc32(token.to_bytes(4, "little"), crc)
+        sums[place] = crc & 0xFFFF
+    slices = np.arange(layout.num_slices, dtype=np.float32) * 0x10000
+    rows = slices[:, None] + sums
+    rows = rows.reshape(layout.num_layers, layout.num_planes, len(tokens), 1, 1)
+    return np.broadcast_to(rows, (*rows.shape[:3], layout.num_kv_heads, layout.head_size))
+
+
+def write(lease: Lease, tokens: Sequence[int], start: int, stop: int) -> None:
+    """Fill the pages of these tokens of the sequence; no view of them is left."""
+    kv, at = kv_of(tokens), start
+    for array in lease.write_arrays(start, stop):
+        size = array.shape[2]
+        array[:] = kv[:, :, at : at + size]
+        at += size
+
+
+def compute(lease: Lease, tokens: Sequence[int]) -> None:
+    """Write and commit what follows the lease's prefix, up to the end of these whole blocks."""
+    start = lease.num_committed
+    lease.reserve(len(tokens))
+    write(lease, tokens, start, len(tokens))
+    lease.commit(tokens[start:])
+
+
+def store(namespace: Namespace, tokens: Sequence[int]) -> None:
+    """Have these whole blocks in the cache."""
+    with namespace.match(tokens) as lease:
+        compute(lease, tokens)
+
+
+def read(lease: Lease, start: int, stop: int) -> NDArray[Any]:
+    """A copy of the KV of these tokens, in one piece."""
+    arrays = lease.read_arrays(start, stop)
+    return np.concatenate(arrays, axis=2) if arrays else kv_of([])[:, :, :0]
+
+
+def holds(lease: Lease, tokens: Sequence[int], stop: int | None = None) -> bool:
+    """Whether the lease's pages hold the KV of exactly these tokens."""
+    stop = len(tokens) if stop is None else stop
+    return bool(np.array_equal(read(lease, 0, stop), kv_of(tokens)[:, :, :stop]))
+
+
+def pages(client: Client) -> dict[str, int]:
+    """How many pages are in each state, where there are some."""
+    (tier,) = client.status().tiers
+    return {state: count for state, count in tier.pages.items() if count}
+
+
+def pages_in(client: Client, state: str) -> int:
+    return pages(client).get(state, 0)

@@ -1,0 +1,110 @@
+"""A kvd of the tests' own, and what compares a model that uses it with one that does not."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from numpy.typing import NDArray
+
+from kvd.arena.base import Arena
+from kvd.testing.daemons import RunningDaemon, running_daemon
+from kvd_client import Client, Layout, Namespace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+PATIENCE_SECONDS = 60.0
+SETTINGS = {"tiers": [{"type": "host", "capacity_bytes": "64MiB"}]}
+
+_salts = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def shared_daemon() -> Iterator[RunningDaemon]:
+    """One for all tests that do not kill it; their namespaces have salts of their own."""
+    with running_daemon(SETTINGS) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon() -> Iterator[RunningDaemon]:
+    """One that the test may kill."""
+    with running_daemon(SETTINGS) as daemon:
+        yield daemon
+
+
+@contextmanager
+def attached(daemon: RunningDaemon) -> Iterator[Client]:
+    with Client(daemon.endpoint, timeout=PATIENCE_SECONDS) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        yield client
+
+
+OpenFor = Callable[..., Namespace]
+
+
+@pytest.fixture
+def open_for(shared_daemon: RunningDaemon) -> Iterator[OpenFor]:
+    """Opens a model's namespace; each call is another client, all calls in a test meet."""
+    from kvd_infer.hf import identity_of, layout_of
+
+    salt = f"test {next(_salts)}"
+    clients: list[Client] = []
+
+    def open_for(model: PreTrainedModel, revision: str = "r1", block_size: int = 16) -> Namespace:
+        clients.append(Client(shared_daemon.endpoint, timeout=PATIENCE_SECONDS))
+        assert clients[-1].wait_attached(PATIENCE_SECONDS)
+        layout = layout_of(model, block_size=block_size)
+        return clients[-1].open(identity_of(model, revision), layout, salt)
+
+    yield open_for
+    for client in clients:
+        client.close()
+
+
+@contextmanager
+def pages_in_file(daemon: RunningDaemon, layout: Layout) -> Iterator[Callable[[int], NDArray[Any]]]:
+    """Writable pages, straight in the arena's file, past every lease."""
+    (path,) = daemon.directory.glob("*.arena")
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        memory = memoryview(mapped)
+        arena = Arena(layout, len(memory) // layout.page_bytes, memory)
+        yield arena.page_view
+        del arena
+        memory.release()
+
+
+def as_kwargs(model: PreTrainedModel, cache: object) -> dict[str, Any]:
+    """transformers 5.24 calls it `cache`, and warns of the name that it had before."""
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
+
+
+def plain_logits(model: PreTrainedModel, ids: Tensor, num_cached: int = 0) -> Tensor:
+    """Logits of all tokens behind the first `num_cached`, which lie in a DynamicCache."""
+    import torch
+    from transformers import DynamicCache
+
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        if num_cached:
+            model(ids[:, :num_cached], **as_kwargs(model, cache))
+        logits: Tensor = model(ids[:, num_cached:], **as_kwargs(model, cache)).logits
+    return logits
+
+
+def tolerance_of(model: PreTrainedModel, ids: Tensor) -> float:
+    """Ten times what cold and warm runs without kvd differ, and at most 1e-4 in float32."""
+    cold, num_tokens = plain_logits(model, ids), ids.shape[1]
+    splits = (1, num_tokens // 2, num_tokens - 1)
+    warm = [(split, plain_logits(model, ids, split)) for split in splits]
+    noise = max(float((cold[:, split:] - logits).abs().max()) for split, logits in warm)
+    assert noise > 0
+    return min(10 * noise, 1e-4) if cold.itemsize == 4 else 10 * noise
