@@ -8,37 +8,46 @@
 It does not import the daemon, and works without torch.
 """
 
+from kvd.protocol.codec import to_json
 from kvd.protocol.errors import (
     BadRequest,
+    ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
     KvdError,
-    LayoutMismatch,
     LeaseEnded,
     LimitExceeded,
     OutOfPages,
     PagesInUse,
     Unsupported,
+    VersionMismatch,
 )
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
+from kvd.protocol.messages import Shortage, StatusReply
+from kvd.protocol.units import format_bytes
 from kvd_client.client import Client, Namespace
 from kvd_client.lease import Lease
 
 __all__ = [
     "BadRequest",
     "Client",
+    "ConfigError",
     "DaemonUnavailable",
     "DeadlineExceeded",
     "Identity",
     "KvdError",
     "Layout",
-    "LayoutMismatch",
     "Lease",
     "LeaseEnded",
     "LimitExceeded",
     "Namespace",
     "OutOfPages",
     "PagesInUse",
+    "Shortage",
+    "StatusReply",
     "Unsupported",
+    "VersionMismatch",
+    "format_bytes",
+    "to_json",
 ]

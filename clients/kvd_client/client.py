@@ -188,10 +188,11 @@ class Connection:
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                self._last_beat = 0.0
                 if event["event"] == zmq.EVENT_DISCONNECTED:
                     self._outbox.clear()
                     self.core.disconnected()
+                if not self.core.probing:
+                    self._last_beat = 0.0
 
     def _release_lingering(self) -> None:
         self._lingering = [lease for lease in self._lingering if not lease.release_quietly()]
@@ -309,7 +310,9 @@ class Client:
         if not answered:
             if connection.core.num_received == heard:
                 connection.suspect()
-            raise DeadlineExceeded(f"no answer from {self.endpoint} within the deadline")
+            raise DeadlineExceeded(
+                f"no answer from {self.endpoint} within the deadline: is kvd running?"
+            )
         if call.error is not None:
             raise call.error
         assert isinstance(call.reply, kind)

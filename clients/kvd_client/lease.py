@@ -261,8 +261,9 @@ class Lease:
 
         `tokens` are those that follow `num_committed`; the full blocks among them, every row of
         which must have been written, are committed and never written again. A block that somebody
-        else committed meanwhile stays theirs, and this lease's copy is private to it. Raises
-        PagesInUse, LeaseEnded, DaemonUnavailable, DeadlineExceeded; after the last, commit again.
+        else committed meanwhile stays, and its page stands in `pages` from then on; views of this
+        lease's own copy stay good until the lease ends. Raises PagesInUse, LeaseEnded,
+        DaemonUnavailable, DeadlineExceeded; after the last, commit again.
         """
         packed = pack_tokens(tokens)
         count = len(packed) // (self.layout.block_size * TOKEN_BYTES)
@@ -289,7 +290,9 @@ class Lease:
             trace=traceparent(),
             items=(item,),
         )
-        result_of(self._ask(request, deadline, CommitReply, packed).results)
+        result = result_of(self._ask(request, deadline, CommitReply, packed).results)
+        # Where a block was there before, its page takes the place of this lease's copy.
+        self.pages[first : first + count] = pages_of(result.runs)
         self.num_committed = stop
         return stop
 

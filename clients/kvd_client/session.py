@@ -30,6 +30,7 @@ from kvd.protocol.errors import (
     DaemonUnavailable,
     KvdError,
     NotAttached,
+    StaleEpoch,
     error_from_wire,
 )
 from kvd.protocol.messages import (
@@ -186,7 +187,7 @@ class Core:
         if isinstance(reply, AttachReply):
             error = self._attached(reply)
         elif self.session is None:
-            if is_probe and error is not None:
+            if is_probe and error is not None and not isinstance(error, NotAttached | StaleEpoch):
                 self._refused(error)
         elif reply.epoch != self.session.epoch or isinstance(error, NotAttached):
             self._lost()

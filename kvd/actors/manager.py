@@ -19,6 +19,7 @@ import msgspec
 
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import NUM_SLOTS, SharedHeader
+from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of, runs_of
 from kvd.cache.state import (
     ArenaState,
@@ -230,10 +231,10 @@ class Manager:
     # --- status ---
 
     def tier_status(self) -> TierStatus:
-        pages: dict[str, int] = {}
+        pages = {state.name.lower(): 0 for state in PageState}
         for arena in self.state.arenas:
             for name, count in arena.pool.counts().items():
-                pages[name] = pages.get(name, 0) + count
+                pages[name] += count
         return TierStatus(
             self._tier.tier.name,
             self.state.capacity_bytes,

@@ -142,7 +142,7 @@ def _mount_options(directory: Path) -> str:
     path = str(directory.resolve())
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
-        point = fields[4]
+        point = fields[4].encode().decode("unicode_escape")  # a space is written \\040
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, options = point, fields[-1]

@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from pathlib import Path
+from typing import Protocol
 
 from kvd.protocol.errors import LeaseEnded
 
@@ -33,7 +34,7 @@ class SessionLock:
         if not _lock_shared(self._fd) or os.fstat(self._fd).st_nlink == 0:
             self.close()
             raise LeaseEnded(f"the session of {path} is over")
-        _held.add(self)
+        close_in_child(self)
 
     @property
     def is_held(self) -> bool:
@@ -62,15 +63,24 @@ def _lock_shared(fd: int) -> bool:
     return False
 
 
-_held: weakref.WeakSet[SessionLock] = weakref.WeakSet()
+class _Closing(Protocol):
+    def close(self) -> None: ...
 
 
-def _close_in_child() -> None:
+_held: weakref.WeakSet[_Closing] = weakref.WeakSet()
+
+
+def close_in_child(lock: _Closing) -> None:
+    """Close a lock in every forked child: it shares the descriptor, and would hold the lock on."""
+    _held.add(lock)
+
+
+def _close_all() -> None:
     for lock in list(_held):
         lock.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_all)
 
 
 def create_session_file(path: Path) -> None:

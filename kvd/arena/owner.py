@@ -5,10 +5,13 @@ ZeroMQ lets a second process bind the same ipc path silently; this does not.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 
+from kvd.arena.membership import close_in_child
 from kvd.protocol.errors import AlreadyRunning, ConfigError
 
 
@@ -24,6 +27,7 @@ class OwnerLock:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise AlreadyRunning(f"another kvd (pid {owner or '?'}) owns {what}") from error
+        close_in_child(self)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -35,7 +39,8 @@ class OwnerLock:
 
 def private_directory(path: Path, mode: int = 0o750) -> None:
     """Make a directory of our own; refuses one that somebody else made (ConfigError)."""
-    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=mode, parents=True)
     found = path.lstat()
-    if not path.is_dir() or path.is_symlink() or found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(f"{path} is not a directory that belongs to user {os.geteuid()}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,10 +25,25 @@ Pages: TypeAlias = NDArray[np.int64] | Sequence[int]
 
 HEADER_BYTES = 4096
 MAGIC = b"KVDPAGE1"
+SEAL_OF_ZEROS = np.uint64(0x9E3779B97F4A7C15)  # any but zero
 
-# A record of zeros is a page that was never backed. Every other record ends with its seal.
-UNBACKED, FREE, RESERVED, COMMITTED, QUARANTINED = range(5)
 NO_PARENT = -1
+
+
+class PageState(IntEnum):
+    """What a page is, in the daemon's memory and in the table alike.
+
+    A record of zeros is a page without memory. A detached page is a committed one that has left the
+    index; its record is cleared, since no later daemon may trust it.
+    """
+
+    UNBACKED = 0
+    FREE = 1
+    RESERVED = 2
+    COMMITTED = 3
+    DETACHED = 4
+    QUARANTINED = 5
+
 
 _HEADER = np.dtype(
     [("magic", "S8"), ("epoch", "<u8"), ("num_pages", "<u8"), ("fingerprint", "V32")]
@@ -79,15 +95,15 @@ class PageTable:
 
     def reserve(self, pages: Pages, session: int) -> None:
         """Note that a session may write these pages, before it learns their numbers."""
-        self._note(pages, RESERVED, session=session)
+        self._note(pages, PageState.RESERVED, session=session)
 
     def free(self, pages: Pages) -> None:
         """Note that nobody holds these pages; descendants stand before their parents."""
-        self._note(pages, FREE)
+        self._note(pages, PageState.FREE)
 
     def quarantine(self, pages: Pages) -> None:
         """Note that a session that is over could still write these pages."""
-        self._note(pages, QUARANTINED, keep_session=True)
+        self._note(pages, PageState.QUARANTINED, keep_session=True)
 
     def unback(self, pages: Pages) -> None:
         """Forget pages whose memory went back; their generations start anew with it."""
@@ -106,7 +122,7 @@ class PageTable:
         index = np.asarray(pages, np.int64)
         records = self.records[index]
         parents = np.concatenate(([parent], index[:-1]))
-        records["state"] = COMMITTED
+        records["state"] = PageState.COMMITTED
         records["session"] = 0
         records["parent"] = parents
         records["parent_generation"] = np.where(
@@ -122,11 +138,9 @@ class PageTable:
         self._write(index, records)
 
     def sealed(self) -> NDArray[np.bool_]:
-        """Which records are whole."""
-        records = self.records
-        return np.asarray(
-            (records["seal"] == self._seals(records)) | (records["state"] == UNBACKED), np.bool_
-        )
+        """Which records are whole: sealed, or never written."""
+        blank = ~self._words(self.records).any(axis=1)
+        return np.asarray((self.records["seal"] == self._seals(self.records)) | blank, np.bool_)
 
     def _note(
         self, pages: Pages, state: int, session: int = 0, *, keep_session: bool = False
@@ -137,7 +151,7 @@ class PageTable:
         records["state"] = state
         records["session"] = old["session"] if keep_session else session
         # Each turn of a page has its own generation, by which its children name it.
-        records["generation"] = old["generation"] + np.uint64(state == RESERVED)
+        records["generation"] = old["generation"] + np.uint64(state == PageState.RESERVED)
         records["parent"] = NO_PARENT
         self._write(index, records)
 
@@ -146,9 +160,12 @@ class PageTable:
         self.records[index] = records
 
     def _seals(self, records: NDArray[Any]) -> NDArray[np.uint64]:
-        words = np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)
-        sums: NDArray[np.uint64] = (words[:, 1:] * self._factors).sum(axis=1, dtype=np.uint64)
-        return sums ^ np.uint64(0x9E3779B97F4A7C15)
+        words = self._words(records)[:, 1:]
+        sums: NDArray[np.uint64] = (words * self._factors).sum(axis=1, dtype=np.uint64)
+        return sums ^ SEAL_OF_ZEROS
+
+    def _words(self, records: NDArray[Any]) -> NDArray[np.uint64]:
+        return np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)
 
 
 def table_bytes(layout: Layout, num_pages: int) -> int:
@@ -162,5 +179,8 @@ def create_page_table(path: Path, layout: Layout, num_pages: int) -> PageTable:
     try:
         os.posix_fallocate(fd, 0, size)
         return PageTable(layout, num_pages, memoryview(mmap.mmap(fd, size)))
+    except OSError:
+        path.unlink()
+        raise
     finally:
         os.close(fd)

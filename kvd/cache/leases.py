@@ -26,9 +26,9 @@ MAX_TOMBSTONES = 4096
 class Lease:
     """One lease. Its path, from the root to the end of `node`, is locked.
 
-    The path has `num_blocks` blocks: those matched and those committed since. `granted` are all
-    pages ever reserved for it, in order, by which a repeated reserve gets its first answer;
-    `reserved` are those of them that are not committed.
+    The path has `num_blocks` blocks: those matched and those committed since. The pages reserved
+    for it are numbered over its life, so that a repeated reserve gets its first answer: `granted`
+    are those from number `num_aborted` on. `reserved` are the pages that are not committed.
     """
 
     session: int
@@ -41,7 +41,16 @@ class Lease:
     slot: int
     generation: int
     granted: Pages = field(default_factory=lambda: np.empty(0, np.int64))
+    num_aborted: int = 0
     reserved: set[int] = field(default_factory=set)
+
+    @property
+    def num_granted(self) -> int:
+        return self.num_aborted + len(self.granted)
+
+    def grants(self, start: int, stop: int) -> Pages:
+        """The pages granted as number `start` to `stop - 1`."""
+        return self.granted[start - self.num_aborted : stop - self.num_aborted]
 
 
 class LeaseTable:
@@ -95,6 +104,7 @@ class LeaseTable:
         """Remember that this id has ended."""
         stones = self._tombstones.setdefault(session, OrderedDict())
         stones[lease] = None
+        stones.move_to_end(lease)
         if len(stones) > MAX_TOMBSTONES:
             stones.popitem(last=False)
 

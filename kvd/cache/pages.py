@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
 from kvd.arena.base import GROUP_PAGES
+from kvd.arena.page_table import PageState
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.protocol.messages import Run
-
-
-class PageState(IntEnum):
-    UNBACKED = 0
-    FREE = 1
-    RESERVED = 2
-    COMMITTED = 3
-    DETACHED = 4
-    QUARANTINED = 5
 
 
 class PagePool:
@@ -45,6 +35,10 @@ class PagePool:
     def num_backed(self) -> int:
         """Pages that have memory or are just getting it."""
         return int(self._backed.sum()) * self.extent_pages
+
+    @property
+    def num_unbacked(self) -> int:
+        return self.num_pages - self.num_backed
 
     def begin_backing(self, num_extents: int) -> list[Run]:
         """Choose up to `num_extents` extents for backing; they count as backed from here on."""
@@ -75,6 +69,7 @@ class PagePool:
         return pages
 
     def free(self, pages: Pages) -> None:
+        assert (self.states[pages] != PageState.FREE).all()
         self.states[pages] = PageState.FREE
         np.add.at(self._free_in_group, pages // GROUP_PAGES, 1)
         self.num_free += len(pages)

@@ -125,7 +125,7 @@ class Tree:
         top = below or self.root
         node = end
         while node is not top:
-            if node.locks == 0 and node in self._lru:
+            if node.locks == 0 and node in self._lru:  # the upper part of a split is not
                 self._lru.remove(node)
             node.locks += 1
             node = _parent(node)
@@ -140,7 +140,7 @@ class Tree:
             if node.locks == 0:
                 node.stamp = touch
                 # A chain of only children was last touched together, so it may be one node.
-                if unlocked and node.children == unlocked[-1][-1:]:
+                if unlocked and len(node.children) == 1:
                     unlocked[-1].append(node)
                 else:
                     unlocked.append([node])
@@ -203,7 +203,7 @@ class Tree:
         place = num_blocks * self.block_bytes
         parent.remove_child(node)
         upper = Node(self, bytes(node.tokens[:place]), node.pages[:num_blocks])
-        upper.locks, upper.stamp = node.locks, node.stamp
+        upper.locks = node.locks
         if node in self._lru:
             self._lru.shorten(num_blocks)
         del node.tokens[:place], node.pages[:num_blocks]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from kvd.arena.page_table import PageState
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.cache.leases import Lease, LeaseTable
-from kvd.cache.pages import PagePool, PageState
+from kvd.cache.pages import PagePool
 from kvd.cache.policy import Lru
 from kvd.cache.radix import Node, Tree
 from kvd.protocol.errors import BadRequest, LeaseEnded, LimitExceeded
@@ -201,7 +202,7 @@ class CacheState:
         """
         plan: Plan = []
         if self.leases.is_buried(session, lease_id):
-            raise LeaseEnded(f"lease {lease_id} was released before it was granted")
+            raise LeaseEnded(f"lease {lease_id} was released: its id is not used again")
         if known := self.leases.find(session, lease_id):
             if known.namespace is namespace and known.tokens == tokens:
                 return Matched(known, self._matched_runs(known), plan)
@@ -241,29 +242,26 @@ class CacheState:
     def reserve(self, lease: Lease, start: int, stop: int, ahead: int = 0) -> Granted | Short:
         """Pages number `start` to `stop - 1` of those granted to this lease over its life.
 
-        Up to `ahead` more come with them if they are there. What was granted before is granted
-        again, so that a repeat gets the first answer.
+        Up to `ahead` more come with them, as far as nobody need wait for memory. What was granted
+        before is granted again, so that a repeat gets the first answer.
         """
-        have = len(lease.granted)
-        if start > have:
-            raise BadRequest(f"reserve from {start}: the lease was granted {have} pages so far")
-        if stop <= have:
-            return Granted(lease.granted[start : stop + ahead], [])
-        arena = lease.namespace.arena
+        if not lease.num_aborted <= start <= lease.num_granted:
+            raise BadRequest(
+                f"reserve from {start}: the lease holds grants {lease.num_aborted} to "
+                f"{lease.num_granted}"
+            )
+        if stop <= lease.num_granted:
+            return Granted(lease.grants(start, stop + ahead), [])
+        arena, needed = lease.namespace.arena, stop - lease.num_granted
         plan: Plan = []
-        count = min(stop + ahead - have, max(stop - have, arena.pool.num_pages))
-        short = self._make_room(arena, count, plan)
-        if short and not arena.pool.num_backing:
-            count = stop - have
-            short = self._make_room(arena, count, plan)
-        if short:
+        if short := self._make_room(arena, needed, plan):
             return short
-        pages = arena.pool.take(count)
+        pages = arena.pool.take(needed + self._spare(arena, needed, ahead, plan))
         lease.granted = np.concatenate((lease.granted, pages))
         lease.reserved.update(pages.tolist())
         plan.append(Reserved(arena.id, pages, lease.session))
-        self.counters["pages_reserved"] += count
-        return Granted(lease.granted[start:], plan)
+        self.counters["pages_reserved"] += len(pages)
+        return Granted(lease.grants(start, lease.num_granted), plan)
 
     def _make_room(self, arena: ArenaState, count: int, plan: Plan) -> Short | None:
         """Free pages, else memory that the tier may still take, else the least recent blocks."""
@@ -271,12 +269,21 @@ class CacheState:
         missing = count - pool.num_free
         if missing <= 0:
             return None
+        if count > pool.num_pages:
+            return Short([], self.shortage(arena, count))
         backing = self.begin_backing(arena, missing - pool.num_backing)
         # Memory on its way is waited for before anything is evicted for want of it.
         if pool.num_backing or missing > arena.lru.num_blocks:
             return Short(backing, self.shortage(arena, count))
         self._evict(arena, missing, plan)
         return None
+
+    def _spare(self, arena: ArenaState, needed: int, ahead: int, plan: Plan) -> int:
+        """How many of the pages ahead can be had now; evicts for them once all memory is taken."""
+        missing = needed + ahead - arena.pool.num_free
+        if missing > 0 and not arena.pool.num_backing and not self._num_backable(arena):
+            self._evict(arena, min(missing, arena.lru.num_blocks), plan)
+        return min(ahead, arena.pool.num_free - needed)
 
     def shortage(self, arena: ArenaState, num_wanted: int) -> Shortage:
         counts = arena.pool.counts()
@@ -293,12 +300,17 @@ class CacheState:
 
     def begin_backing(self, arena: ArenaState, num_pages: int) -> list[Run]:
         """Choose unbacked extents for at least `num_pages` pages, as far as the capacity goes."""
-        if num_pages <= 0 or not self.may_back:
-            return []
-        extent_bytes = arena.pool.extent_pages * arena.layout.page_bytes
-        left = (self.capacity_bytes - sum(a.backed_bytes for a in self.arenas)) // extent_bytes
         wanted = -(-num_pages // arena.pool.extent_pages)
-        return arena.pool.begin_backing(min(left, wanted)) if left > 0 else []
+        count = min(wanted, self._num_backable(arena))
+        return arena.pool.begin_backing(count) if count > 0 else []
+
+    def _num_backable(self, arena: ArenaState) -> int:
+        """Extents for which there is memory, and room in the arena."""
+        if not self.may_back:
+            return 0
+        extent_bytes = arena.pool.extent_pages * arena.layout.page_bytes
+        left = self.capacity_bytes - sum(other.backed_bytes for other in self.arenas)
+        return min(left // extent_bytes, arena.pool.num_unbacked // arena.pool.extent_pages)
 
     def end_backing(self, arena: ArenaState, run: Run, *, backed: bool) -> Plan:
         arena.pool.end_backing(run, backed=backed)
@@ -325,12 +337,15 @@ class CacheState:
 
     def _used_bytes(self) -> int:
         return sum(
-            (arena.pool.num_backed - arena.pool.num_free) * arena.layout.page_bytes
+            (arena.pool.num_backed - arena.pool.num_backing - arena.pool.num_free)
+            * arena.layout.page_bytes
             for arena in self.arenas
         )
 
     def _evict(self, arena: ArenaState, count: int, plan: Plan) -> None:
         """Shorten the coldest leaves from their ends; `count` blocks are there to be evicted."""
+        if count == 0:
+            return
         evicted: list[Pages] = []
         left = count
         while left:
@@ -364,17 +379,17 @@ class CacheState:
         if len(set(fresh.tolist())) != len(fresh) or not lease.reserved.issuperset(fresh.tolist()):
             raise BadRequest("a committed page must be reserved by its lease and named once")
         plan: Plan = []
-        num_duplicates = self._append(lease, fresh, tokens[repeated * block_bytes :], plan)
+        self._append(lease, fresh, tokens[repeated * block_bytes :], plan)
         now_in = lease.node.path_pages()[first_block : first_block + len(pages)]
-        return CommitAnswer(now_in, num_duplicates, plan)
+        return CommitAnswer(now_in, int((now_in != pages).sum()), plan)
 
     def _check_repeat(self, lease: Lease, first_block: int, tokens: Tokens) -> None:
         start = first_block * lease.namespace.block_bytes
         if tokens and lease.node.path_tokens()[start : start + len(tokens)] != tokens:
             raise BadRequest(f"blocks from {first_block} on were committed with other tokens")
 
-    def _append(self, lease: Lease, pages: Pages, tokens: Tokens, plan: Plan) -> int:
-        """Lead the lease's path over present blocks, then add the rest; how many were present."""
+    def _append(self, lease: Lease, pages: Pages, tokens: Tokens, plan: Plan) -> None:
+        """Lead the lease's path over present blocks, then add the rest."""
         tree = lease.namespace.tree
         found = tree.find(tokens, lease.node)
         present = found.total_blocks
@@ -385,7 +400,6 @@ class CacheState:
         if present < len(pages):
             rest = tokens[present * lease.namespace.block_bytes :]
             plan.append(self._insert(lease, pages[present:], rest))
-        return present
 
     def _insert(self, lease: Lease, pages: Pages, tokens: Tokens) -> Committed:
         namespace, first_block = lease.namespace, lease.num_blocks
@@ -403,6 +417,7 @@ class CacheState:
     def abort(self, lease: Lease) -> Plan:
         """Give back the lease's uncommitted pages; a living session says that no view remains."""
         plan: Plan = []
+        lease.num_aborted, lease.granted = lease.num_granted, lease.granted[:0]
         self._free_reserved(lease, plan)
         return plan
 

@@ -20,7 +20,8 @@ MAX_FRAME_BYTES = 64 << 20
 TOKEN_BYTES = 4
 
 Tokens: TypeAlias = bytes  # little-endian uint32, as on the wire
-TokenIds: TypeAlias = Sequence[int] | NDArray[Any] | Tokens  # what people have
+# What people have: ids, or bytes of them as on the wire.
+TokenIds: TypeAlias = Sequence[int] | NDArray[Any] | bytes | bytearray | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
@@ -38,11 +39,20 @@ def encode(message: AnyRequest | AnyReply) -> bytes:
     return _encoder.encode(message)
 
 
+# msgspec lets some bad UTF-8 through as what it is, depending on its version.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def to_json(value: object) -> str:
+    """Messages and plain values as JSON, for programs that read a command's output."""
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
 def decode_request(frame: bytes) -> AnyRequest:
     """Raises BadRequest, saying which field is wrong."""
     try:
         return _requests.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise BadRequest(f"request cannot be read: {error}") from error
 
 
@@ -50,7 +60,7 @@ def decode_reply(frame: bytes) -> AnyReply:
     """Raises BadRequest, saying which field is wrong."""
     try:
         return _replies.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise BadRequest(f"reply cannot be read: {error}") from error
 
 
@@ -58,16 +68,17 @@ def request_id(frame: bytes) -> int:
     """The id of a request that cannot be read otherwise, 0 if even that is not there."""
     try:
         return _ids.decode(frame).id
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return 0
 
 
 def pack_tokens(tokens: TokenIds) -> Tokens:
     """Token ids as little-endian uint32; refuses what is no token id (BadRequest)."""
-    if isinstance(tokens, bytes):
-        if len(tokens) % TOKEN_BYTES:
-            raise BadRequest(f"{len(tokens)} bytes are not a whole number of uint32 tokens")
-        return tokens
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        packed = bytes(tokens)
+        if len(packed) % TOKEN_BYTES:
+            raise BadRequest(f"{len(packed)} bytes are not a whole number of uint32 tokens")
+        return packed
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError) as error:

@@ -23,7 +23,7 @@ def default_endpoint() -> str:
 
 def is_default(endpoint: str) -> bool:
     """Whether this is a place of our own choice, where nobody said one."""
-    return "KVD_ENDPOINT" not in os.environ and endpoint == default_endpoint()
+    return not os.environ.get("KVD_ENDPOINT") and endpoint == default_endpoint()
 
 
 def client_endpoint() -> str:

@@ -14,7 +14,7 @@ class KvdError(Exception):
 
     code: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
@@ -48,12 +48,6 @@ class SessionLockMissing(KvdError):
     """Raised when a session wants to map an arena while no process holds its session lock."""
 
     code = "session_lock_missing"
-
-
-class LayoutMismatch(KvdError):
-    """Raised when a namespace is opened with another layout than the one it has."""
-
-    code = "layout_mismatch"
 
 
 class UnknownNamespace(KvdError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 _FACTORS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -20,14 +21,14 @@ def parse_bytes(text: str) -> ByteSize:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 8GiB")
-    return ByteSize(float(found[1]) * _FACTORS[found[2].upper()])
+    return ByteSize(Fraction(found[1]) * _FACTORS[found[2].upper()])
 
 
 def format_bytes(size: int) -> str:
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= (factor := _FACTORS[unit.upper()]):
             return f"{size / factor:.4g}{unit}"
-    return f"{size}B"
+    return f"{int(size)}B"
 
 
 def decode_size(kind: type, value: Any) -> Any:

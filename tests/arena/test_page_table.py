@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 
 from kvd.arena.page_table import (
-    COMMITTED,
-    FREE,
     HEADER_BYTES,
     MAGIC,
     NO_PARENT,
-    QUARANTINED,
-    RESERVED,
-    UNBACKED,
+    PageState,
     PageTable,
     create_page_table,
     record_dtype,
@@ -57,7 +53,7 @@ def fields(table: PageTable, page: int, *names: str) -> list[Any]:
 
 
 def test_a_new_table_says_that_nothing_is_backed(table: PageTable) -> None:
-    assert (table.records["state"] == UNBACKED).all()
+    assert (table.records["state"] == PageState.UNBACKED).all()
     assert table.sealed().all()
 
 
@@ -68,22 +64,22 @@ def test_a_record_is_whole_words() -> None:
 
 def test_a_freed_page_is_nobodys(table: PageTable) -> None:
     table.free([2, 3])
-    assert fields(table, 3, "state", "session", "generation", "parent") == [FREE, 0, 0, NO_PARENT]
-    assert fields(table, 4, "state") == [UNBACKED]
+    assert fields(table, 3, "state", "session", "generation", "parent") == [PageState.FREE, 0, 0, NO_PARENT]
+    assert fields(table, 4, "state") == [PageState.UNBACKED]
 
 
 def test_a_reserved_page_has_a_session_and_another_generation(table: PageTable) -> None:
     table.free([2, 3])
     table.reserve([3], session=77)
-    assert fields(table, 3, "state", "session", "generation") == [RESERVED, 77, 1]
-    assert fields(table, 2, "state", "session", "generation") == [FREE, 0, 0]
+    assert fields(table, 3, "state", "session", "generation") == [PageState.RESERVED, 77, 1]
+    assert fields(table, 2, "state", "session", "generation") == [PageState.FREE, 0, 0]
 
 
 def test_a_committed_page_has_its_tokens_and_no_session(table: PageTable) -> None:
     table.reserve([5], session=77)
     table.commit([5], NO_PARENT, 0, packed(1, 2, 3, 4), namespace=9, group=2)
     names = ("state", "session", "namespace", "group", "block", "num_tokens", "tokens")
-    assert fields(table, 5, *names) == [COMMITTED, 0, 9, 2, 0, 4, [1, 2, 3, 4]]
+    assert fields(table, 5, *names) == [PageState.COMMITTED, 0, 9, 2, 0, 4, [1, 2, 3, 4]]
     assert fields(table, 5, "parent", "parent_generation", "generation") == [NO_PARENT, 0, 1]
 
 
@@ -113,7 +109,7 @@ def test_a_freed_block_leaves_nothing_but_its_generation(table: PageTable) -> No
     table.reserve([5], session=77)
     table.commit([5], NO_PARENT, 0, packed(1, 2, 3, 4), namespace=9, group=2)
     table.free([5])
-    assert fields(table, 5, "state", "generation", "parent") == [FREE, 1, NO_PARENT]
+    assert fields(table, 5, "state", "generation", "parent") == [PageState.FREE, 1, NO_PARENT]
     names = ("session", "namespace", "group", "block", "num_tokens", "checksum")
     assert fields(table, 5, *names) == [0] * len(names)
     assert fields(table, 5, "tokens") == [[0, 0, 0, 0]]
@@ -122,7 +118,7 @@ def test_a_freed_block_leaves_nothing_but_its_generation(table: PageTable) -> No
 def test_a_quarantined_page_keeps_its_session(table: PageTable) -> None:
     table.reserve([5], session=77)
     table.quarantine([5])
-    assert fields(table, 5, "state", "session", "generation") == [QUARANTINED, 77, 1]
+    assert fields(table, 5, "state", "session", "generation") == [PageState.QUARANTINED, 77, 1]
 
 
 def test_each_turn_of_a_page_has_its_own_generation(table: PageTable) -> None:
@@ -288,7 +284,7 @@ input()
         found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     table = PageTable(LAYOUT, NUM_PAGES, memoryview(found))
     assert table.sealed().all()
-    assert table.records["state"].tolist() == [FREE, COMMITTED, RESERVED, *[FREE] * 5]
+    assert table.records["state"].tolist() == [PageState.FREE, PageState.COMMITTED, PageState.RESERVED, *[PageState.FREE] * 5]
 
 
 def test_a_table_without_room_is_an_error_and_leaves_no_file(mount: Callable[..., Path]) -> None:

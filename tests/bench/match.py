@@ -145,6 +145,7 @@ def _echoing(frames: _Frames) -> Iterator[zmq.Socket[bytes]]:
         try:
             with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
                 socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.RCVTIMEO, 30_000)  # an echo that died is an error
                 socket.connect(endpoint)
                 _echo_twice(socket, frames)
                 yield socket

@@ -38,8 +38,13 @@ class Lease:
     asked: Tokens
     held: Tokens  # the tokens of all blocks that it locks
     num_matched: int
-    granted: list[Page] = field(default_factory=list)
+    granted: list[Page] = field(default_factory=list)  # since the last abort
+    num_aborted: int = 0
     reserved: set[Page] = field(default_factory=set)
+
+    @property
+    def num_granted(self) -> int:
+        return self.num_aborted + len(self.granted)
 
 
 @dataclass
@@ -153,19 +158,24 @@ class Model:
         """How many extents a reserve asks for: what is missing beside those on their way."""
         number = self.arena_of[lease.namespace]
         arena = self.arenas[number]
-        on_its_way = self.on_its_way(number)
-        missing = count - len(self.of_arena(number, "free")) - len(on_its_way)
-        if missing <= 0 or not self.may_back:
+        if count > arena.num_pages:
             return 0
+        missing = count - len(self.of_arena(number, "free")) - len(self.on_its_way(number))
+        return min(max(-(-missing // arena.extent_pages), 0), self.backable_extents(number))
+
+    def backable_extents(self, number: int) -> int:
+        """For how many extents there is memory, and room in the arena."""
+        if not self.may_back:
+            return 0
+        arena = self.arenas[number]
         backed_bytes = sum(
             self.arenas[page.arena].page_bytes
             for page, state in self.pages.items()
             if state != "unbacked" or page in self.being_backed
         )
         extent_bytes = arena.extent_pages * arena.page_bytes
-        unbacked = set(self.of_arena(number, "unbacked")) - on_its_way
+        unbacked = set(self.of_arena(number, "unbacked")) - self.on_its_way(number)
         return min(
-            -(-missing // arena.extent_pages),
             (self.capacity_bytes - backed_bytes) // extent_bytes,
             len(unbacked) // arena.extent_pages,
         )
@@ -197,9 +207,15 @@ class Model:
         )
 
     def with_ahead(self, lease: Lease, count: int, ahead: int) -> int:
-        """How many pages are granted: those ahead only if there is room for all of them."""
-        most = min(count + ahead, max(count, self.arenas[self.arena_of[lease.namespace]].num_pages))
-        return count if self.shortage(lease, most) else most
+        """How many pages are granted: those ahead as far as they are free once `count` are taken.
+
+        Blocks are evicted for them only where there is no more memory to be had.
+        """
+        number = self.arena_of[lease.namespace]
+        free, unlocked = len(self.of_arena(number, "free")), len(self.unlocked(number))
+        if self.on_its_way(number) or self.backable_extents(number):
+            return count + min(ahead, max(free - count, 0))
+        return count + min(ahead, free + unlocked - count)
 
     def make_room(self, lease: Lease, count: int) -> list[Page]:
         """Evict what must go, the least recent first: their pages in that order."""
@@ -258,7 +274,7 @@ class Model:
     def commit(
         self, lease: Lease, first_block: int, pages: list[Page], tokens: Tokens
     ) -> tuple[list[Page], int]:
-        """The pages that now hold the blocks, and how many of the new ones were there before."""
+        """The pages that now hold the blocks, and how many of them are not those named."""
         size = self.block_size(lease)
         start = first_block * size
         if len(tokens) != len(pages) * size or start > len(lease.held):
@@ -269,26 +285,25 @@ class Model:
         fresh = pages[len(known) // size :]
         if len(set(fresh)) != len(fresh) or not lease.reserved.issuperset(fresh):
             raise Refused("bad")
-        num_present = 0
         for page in fresh:
             end = len(lease.held) + size
             block = Block(lease.namespace, lease.held + tokens[len(lease.held) - start :][:size])
             assert len(block.tokens) == end
             lease.held = block.tokens
-            if block in self.blocks:
-                num_present += 1
-            else:
+            if block not in self.blocks:
                 self.blocks[block] = page
                 self.pages[page] = "committed"
                 lease.reserved.remove(page)
         self.lock(lease)
         all_blocks = self.held_blocks(lease)[first_block : first_block + len(pages)]
-        return [self.blocks[block] for block in all_blocks], num_present
+        now_in = [self.blocks[block] for block in all_blocks]
+        return now_in, sum(now != page for now, page in zip(now_in, pages, strict=True))
 
     # --- ends ---
 
     def abort(self, lease: Lease) -> set[Page]:
         given_back = set(lease.reserved)
+        lease.num_aborted, lease.granted = lease.num_granted, []
         self.pages.update(dict.fromkeys(given_back, "free"))
         lease.reserved.clear()
         return given_back

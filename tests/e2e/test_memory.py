@@ -96,6 +96,14 @@ def test_where_the_file_system_is_full_old_blocks_make_room(tmpfs: Mount) -> Non
         assert daemon.is_running
 
 
+def test_memory_that_is_there_is_used_though_it_is_less_than_wanted(tmpfs: Mount) -> None:
+    small = tmpfs("size=1m")
+    with running_daemon(on(small, 2048)) as daemon, Client(daemon.endpoint, timeout=30) as client:
+        namespace = client.open(IDENTITY, LAYOUT)
+        lease = namespace.match(tokens_of(1, 1))
+        lease.reserve(BLOCK, timeout=2.0)  # of the megabyte, 900 KiB are free
+
+
 def test_an_arena_for_which_there_is_no_room_is_an_error_of_its_client_alone(tmpfs: Mount) -> None:
     small = tmpfs("size=1m")
     with running_daemon(on(small, 1024)) as daemon, Client(daemon.endpoint, timeout=30) as client:
@@ -141,6 +149,12 @@ def test_two_layouts_and_two_models_share_the_capacity(client: Client) -> None:
     compute(lease, tokens_of(1, 16))
     assert [space.match(tokens_of(1, 16)).num_tokens for space in spaces] == [16 * BLOCK, 0, 0, 0]
     assert len(client.status().namespaces) == 4
+
+
+def test_a_second_layout_gets_the_memory_that_the_first_does_not_use(client: Client) -> None:
+    store(client.open(IDENTITY, LAYOUT), tokens_of(1, 16))
+    other = client.open(IDENTITY, Layout(1, 2, 8, "float32", block_size=4))
+    other.match(tokens_of(1, 1)).reserve(BLOCK, timeout=2.0)
 
 
 # --- the daemon itself ---

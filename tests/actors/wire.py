@@ -1,0 +1,195 @@
+"""Wire: a client that says exactly what a test tells it to, on a bare DEALER socket."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+from kvd.arena.membership import SessionLock
+from kvd.protocol.codec import decode_reply, encode, pack_tokens
+from kvd.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    AttachReply,
+    AttachRequest,
+    CommitItem,
+    CommitReply,
+    CommitRequest,
+    CommitResult,
+    DetachRequest,
+    ErrorReply,
+    Failure,
+    MatchItem,
+    MatchReply,
+    MatchRequest,
+    MatchResult,
+    OpenReply,
+    OpenRequest,
+    ReleaseRequest,
+    ReserveItem,
+    ReserveReply,
+    ReserveRequest,
+    ReserveResult,
+    Run,
+    SessionStatus,
+    StatusReply,
+    StatusRequest,
+)
+from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, PATIENCE_SECONDS
+
+R = TypeVar("R", bound=AnyReply)
+
+
+class Wire:
+    """One connection. Ids of requests count up; everything else is the test's."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.RCVHWM, 10)
+        self._socket.connect(endpoint)
+        self.epoch = 0
+        self.session = ""
+        self.namespace = 0
+        self.num_pages = 0
+        self.lock: SessionLock | None = None
+        self.next_id = 1
+
+    def close(self) -> None:
+        """Detach, unless there is nobody to hear it, and end the connection."""
+        if self._socket.closed:
+            return
+        with contextlib.suppress(zmq.Again):
+            request = DetachRequest(**self.envelope())
+            self._socket.send(encode(request), zmq.NOBLOCK)
+        if self.lock is not None:
+            self.lock.close()
+        self._socket.close()
+        self._context.term()
+
+    # --- frames ---
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> AnyReply:
+        assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
+        (frame,) = self._socket.recv_multipart()
+        return decode_reply(frame)
+
+    def ask(self, request: AnyRequest, tokens: object = None) -> AnyReply:
+        frames = [encode(request)]
+        if tokens is not None:
+            frames.append(tokens if isinstance(tokens, bytes) else pack_tokens(tokens))  # type: ignore[arg-type]
+        self.send(*frames)
+        return self.receive()
+
+    # --- verbs ---
+
+    def envelope(self, **fields: Any) -> dict[str, Any]:
+        self.next_id += 1
+        return {"id": self.next_id, "epoch": self.epoch} | fields
+
+    def attach(self, *, maps: bool = True, version: int = 1, **fields: Any) -> AttachReply:
+        envelope = self.envelope(version=version, min_version=1, client="wire", **fields)
+        reply = self.ask(AttachRequest(**envelope))
+        assert isinstance(reply, AttachReply), reply
+        self.epoch, self.session = reply.epoch, reply.session
+        if maps:
+            self.lock = SessionLock(reply.lock_path)
+        return reply
+
+    def open(self, salt: str = "", *, maps: bool = True) -> int:
+        request = OpenRequest(
+            **self.envelope(), identity=IDENTITY, layout=LAYOUT, salt=salt, maps=maps
+        )
+        reply = self.ask(request)
+        assert isinstance(reply, OpenReply), reply
+        self.namespace, self.num_pages = reply.namespace, reply.num_pages
+        return reply.namespace
+
+    def match(self, lease: int, tokens: list[int], **fields: Any) -> MatchResult | Failure:
+        item = MatchItem(self.namespace, lease, len(tokens), **fields)
+        reply = self.ask(MatchRequest(**self.envelope(), items=(item,)), tokens)
+        assert isinstance(reply, MatchReply), reply
+        return reply.results[0]
+
+    def matched(self, lease: int, tokens: list[int], **fields: Any) -> MatchResult:
+        result = self.match(lease, tokens, **fields)
+        assert isinstance(result, MatchResult), result
+        return result
+
+    def reserve(self, lease: int, start: int, stop: int, **fields: Any) -> ReserveResult | Failure:
+        ahead = fields.pop("ahead", 0)
+        fields.setdefault("deadline_ns", soon(0.2))
+        item = ReserveItem(lease, start, stop, ahead)
+        reply = self.ask(ReserveRequest(**self.envelope(**fields), items=(item,)))
+        assert isinstance(reply, ReserveReply), reply
+        return reply.results[0]
+
+    def reserved(self, lease: int, start: int, stop: int, **fields: Any) -> tuple[Run, ...]:
+        result = self.reserve(lease, start, stop, deadline_ns=0, **fields)
+        assert isinstance(result, ReserveResult), result
+        return result.runs
+
+    def commit(
+        self, lease: int, first: int, pages: tuple[Run, ...], tokens: list[int]
+    ) -> CommitResult | Failure:
+        item = CommitItem(lease, first, pages, len(tokens))
+        reply = self.ask(CommitRequest(**self.envelope(), items=(item,)), tokens)
+        assert isinstance(reply, CommitReply), reply
+        return reply.results[0]
+
+    def store(self, lease: int, tokens: list[int]) -> tuple[Run, ...]:
+        """Have these whole blocks committed, under a lease that stays."""
+        num_blocks = len(tokens) // BLOCK
+        runs = self.matched(lease, tokens, reserve=num_blocks).reserved
+        done = self.commit(lease, 0, runs, tokens)
+        assert isinstance(done, CommitResult), done
+        return done.runs
+
+    def release(self, *leases: int) -> AnyReply:
+        return self.ask(ReleaseRequest(**self.envelope(), leases=leases))
+
+    def status(self) -> StatusReply:
+        reply = self.ask(StatusRequest(**self.envelope()))
+        assert isinstance(reply, StatusReply), reply
+        return reply
+
+    def pages(self) -> dict[str, int]:
+        (tier,) = self.status().tiers
+        return {state: count for state, count in tier.pages.items() if count}
+
+    def me(self) -> SessionStatus:
+        return next(one for one in self.status().sessions if one.session == self.session)
+
+
+def refused(reply: AnyReply, code: str) -> str:
+    """The message of a request that was refused with this code."""
+    assert isinstance(reply, ErrorReply), reply
+    assert reply.code == code, reply
+    return reply.message
+
+
+def failed(result: object, code: str) -> str:
+    """The message of an item that could not be done, with this code."""
+    assert isinstance(result, Failure), result
+    assert result.code == code, result
+    return result.message
+
+
+def numbers(runs: tuple[Run, ...]) -> list[int]:
+    return [page for run in runs for page in range(run.first, run.first + run.count)]
+
+
+def soon(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return np.array(tokens, "<u4").tobytes()

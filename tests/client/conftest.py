@@ -1,0 +1,68 @@
+"""One daemon for the tests of a module; each test has clients and a namespace of its own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvd.testing.daemons import RunningDaemon, running_daemon
+from kvd_client.client import Client, Namespace
+from tests.arena.conftest import child  # noqa: F401 - a fixture
+from tests.e2e.conftest import program  # noqa: F401 - a fixture
+from tests.e2e.support import IDENTITY, LAYOUT, eventually, pages, settings
+
+if TYPE_CHECKING:
+    from kvd_client.lease import Lease
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    limits = {"session_leases": 64, "request_bytes": "1MiB"}
+    with running_daemon(settings(limits=limits)) as daemon:
+        yield daemon
+        assert "reason=internal" not in daemon.log, daemon.log
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+@pytest.fixture
+def connect(daemon: RunningDaemon) -> Iterator[Callable[[], Client]]:
+    """Makes clients; when all are closed, the daemon holds nothing for them."""
+    clients: list[Client] = []
+
+    def connect() -> Client:
+        clients.append(Client(daemon.endpoint, timeout=30.0))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+    clients.clear()
+    gc.collect()  # the frames of expected exceptions hold leases
+    with Client(daemon.endpoint, timeout=30.0) as observer:
+        eventually(lambda: len(observer.status().sessions) == 1)
+        eventually(lambda: pages(observer).keys() <= {"unbacked", "free", "committed"})
+
+
+@pytest.fixture
+def client(connect: Callable[[], Client]) -> Client:
+    return connect()
+
+
+@pytest.fixture
+def open_namespace(request: pytest.FixtureRequest) -> Callable[[Client], Namespace]:
+    """Opens this test's own namespace, for any client."""
+    return lambda client: client.open(IDENTITY, LAYOUT, salt=request.node.name)
+
+
+@pytest.fixture
+def namespace(client: Client, open_namespace: Callable[[Client], Namespace]) -> Namespace:
+    return open_namespace(client)
+
+
+@pytest.fixture
+def lease(namespace: Namespace) -> Lease:
+    """A lease on nothing yet, with 16 pages for 64 tokens."""
+    return namespace.match(range(64), reserve_tokens=64)

@@ -1,0 +1,68 @@
+"""Documents and code say the same."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from kvd.config import Config, parse
+from kvd.protocol import messages
+from kvd.protocol.errors import ERRORS
+from kvd.protocol.units import decode_size
+from kvd_tiers.host import HostConfig
+
+ROOT = Path(__file__).parent.parent
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+SAMPLE = tomllib.loads((ROOT / "config/kvd.toml").read_text())
+
+
+def defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Field names and defaults, as a configuration file has them."""
+    return {
+        field.name: msgspec.structs.asdict(field.default)
+        if isinstance(field.default, msgspec.Struct)
+        else field.default
+        for field in msgspec.structs.fields(kind)
+    }
+
+
+def test_the_sample_configuration_has_every_key_with_its_default() -> None:
+    sample = {key: value for key, value in SAMPLE.items() if key != "tiers"}
+    for section in (sample, *(v for v in sample.values() if isinstance(v, dict))):
+        for key, value in section.items():
+            if key.endswith("_bytes"):
+                section[key] = decode_size(type(parse({}).cache.back_ahead_bytes), value)
+    expected = defaults(Config)
+    del expected["tiers"]
+    assert sample == expected
+
+
+def test_the_sample_configuration_has_every_key_of_the_host_tier() -> None:
+    (tier,) = SAMPLE["tiers"]
+    assert {key: value for key, value in tier.items() if key != "type"} == defaults(HostConfig)
+
+
+def test_the_sample_configuration_is_one() -> None:
+    assert parse(SAMPLE).sessions == Config().sessions
+
+
+@pytest.mark.parametrize("union", ["AnyRequest", "AnyReply"])
+def test_every_message_is_in_the_architecture(union: str) -> None:
+    for message in get_args(getattr(messages, union)):
+        assert message.__name__ in ARCHITECTURE
+
+
+def test_every_error_is_in_the_architecture() -> None:
+    for code in ERRORS:
+        assert code in ARCHITECTURE
+
+
+def test_every_path_in_the_documents_exists() -> None:
+    for document in ("README.md", "ARCHITECTURE.md"):
+        for path in re.findall(
+            r"`([\w./-]+/[\w./-]+\.(?:py|toml|md))`", (ROOT / document).read_text()
+        ):
+            assert (ROOT / path).exists(), f"{document} names {path}"
