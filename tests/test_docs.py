@@ -1,6 +1,9 @@
 """Documents and code say the same."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +15,7 @@ from kvd.config import Config, parse
 from kvd.protocol import messages
 from kvd.protocol.errors import ERRORS
 from kvd.protocol.units import decode_size
+from kvd.testing.daemons import running_daemon
 from kvd_tiers.host import HostConfig
 
 ROOT = Path(__file__).parent.parent
@@ -66,3 +70,41 @@ def test_every_path_in_the_documents_exists() -> None:
             r"`([\w./-]+/[\w./-]+\.(?:py|toml|md))`", (ROOT / document).read_text()
         ):
             assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+def readme_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+# What the examples take for granted: the reader's own model.
+MODEL = """
+import torch
+from demo.models import tiny_llama
+model, input_ids = tiny_llama(), torch.arange(40).reshape(1, 40)
+"""
+
+
+@pytest.mark.parametrize("number", range(len(readme_examples())))
+def test_every_example_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+    source = readme_examples()[number].replace("ipc:///tmp/my-kvd", f"ipc://{tmp_path}")
+    if "hf.generate" in source:
+        source = MODEL + source
+    with running_daemon({"tiers": [{"type": "host", "capacity_bytes": "64MiB"}]}) as daemon:
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            cwd=ROOT,
+            env=os.environ | {"KVD_ENDPOINT": daemon.endpoint, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["kvd"], ["kvd-ctl"], ["kvd-ctl", "ping"], ["kvd-ctl", "status"]]
+)
+def test_every_command_has_help_with_an_example(command: list[str]) -> None:
+    script = Path(sys.executable).with_name(command[0])
+    done = subprocess.run([script, *command[1:], "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Example:" in done.stdout

@@ -51,10 +51,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "kvd"
 
-# Asked for with the match, so that a short prompt or a hit needs no second trip.
-RESERVE_TOKENS = 256
 # Pages that are not there soon are not worth the wait: there is private memory.
-RESERVE_SECONDS = 0.2
+RESERVE_SECONDS = 1.0
 CHUNK_TOKENS = 256
 # A generation whose lease ended is done again; the last time in private memory.
 MAX_ATTEMPTS = 4
@@ -155,7 +153,7 @@ class KvdCache(Cache):
         self._lease = self._match()
         self._memory = _PrivateMemory(layout)
         # Once a token has no page, none behind it gets one: commits are contiguous.
-        self._pages_end = self._lease is None or self._lease.shortage is not None
+        self._pages_end = False
         self._length = self.reused_tokens = self._lease.num_tokens if self._lease else 0
         self._pass: _Pass | None = None
         self._is_closed = False
@@ -319,7 +317,7 @@ class KvdCache(Cache):
             return None
         try:
             # An engine computes at least one token itself.
-            lease = self._namespace.match(self._prompt[:-1].numpy(), reserve_tokens=RESERVE_TOKENS)
+            lease = self._namespace.match(self._prompt[:-1].numpy())
         except LimitExceeded as error:
             logger.warning("going on in private memory: %s", error)
             return None

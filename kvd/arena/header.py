@@ -50,6 +50,7 @@ def create_header(path: Path) -> SharedHeader:
     """The daemon's end: the directory's header, kept where there is one already."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     try:
+        os.fchmod(fd, 0o640)
         os.posix_fallocate(fd, 0, _SIZE)
         words = memoryview(mmap.mmap(fd, _SIZE)).cast("Q")
     finally:

@@ -36,6 +36,7 @@ class HostArena:
         self.layout = layout
         self.num_pages = num_pages
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+        os.fchmod(self._fd, 0o660)  # whatever the umask: the group's processes are clients too
         os.ftruncate(self._fd, num_pages * layout.page_bytes)
 
     @property

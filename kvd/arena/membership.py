@@ -84,7 +84,9 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def create_session_file(path: Path) -> None:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+    os.fchmod(fd, 0o640)
+    os.close(fd)
 
 
 def is_held(path: Path) -> bool:

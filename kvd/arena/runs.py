@@ -18,11 +18,12 @@ def runs_of(pages: Pages | Sequence[int]) -> Runs:
     index = np.asarray(pages, np.int64)
     if len(index) == 0:
         return ()
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(index) != 1) + 1, [len(index)]))
-    return tuple(
-        Run(first, count)
-        for first, count in zip(index[starts[:-1]].tolist(), np.diff(starts).tolist(), strict=True)
-    )
+    ends = np.flatnonzero(index[1:] - index[:-1] != 1).tolist()
+    runs, start = [], 0
+    for end in (*ends, len(index) - 1):
+        runs.append(Run(int(index[start]), end + 1 - start))
+        start = end + 1
+    return tuple(runs)
 
 
 def pages_of(runs: Iterable[Run]) -> Pages:

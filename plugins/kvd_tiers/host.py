@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_CAPACITY = 4 << 30
+SMALL_BYTES = 1 << 30
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +80,12 @@ class HostTier(MemoryTier):
         if not self.directory.is_absolute():
             raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
         size = _file_system_bytes(self.directory)
+        if not config.capacity_bytes and size < SMALL_BYTES:
+            logger.warning(
+                "%s has only %s: give it more (containers: --shm-size) or set capacity_bytes",
+                self.directory,
+                format_bytes(size),
+            )
         self.capacity_bytes = config.capacity_bytes or min(size // 4, DEFAULT_CAPACITY)
         if self.capacity_bytes > size:
             raise ConfigError(

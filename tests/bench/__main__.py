@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.parts or PARTS:
         rows += run_part(name, console, tiny=args.tiny)
     OUTPUT.write_bytes(_json(rows))
-    _show(rows, console)
+    _show(rows, console, tiny=args.tiny)
     if args.record:
         path = RESULTS / f"{args.record}.json"
         path.write_bytes(_json({"machine": describe_machine(), "figures": rows}))
@@ -93,7 +93,7 @@ def _json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
+def _show(rows: Sequence[Row], console: Console, *, tiny: bool) -> None:
     for row in rows:
         console.print(f"\n[bold]{row.name}[/]: {row.detail}")
     table = Table("figure", "value", "budget", "")
@@ -103,7 +103,9 @@ def _show(rows: Sequence[Row], console: Console) -> None:
         table.add_row(row.name, _figure(row), str(budget or ""), verdict)
     console.print(table)
     missed = [row.name for row in rows if not row.met]
-    if missed:
+    if tiny:
+        console.print("These sizes are tiny: the figures mean nothing.")
+    elif missed:
         console.print(f"[red]{len(missed)} missed their budget: {', '.join(missed)}[/]")
     else:
         console.print("Every figure that has a budget met it.")

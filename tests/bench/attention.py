@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -43,39 +43,58 @@ KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def attention_vs_contiguous(bench: Bench) -> Iterator[Row]:
-    packed, plain, what = {}, {}, ""
+    plain, packed, token_major, what = {}, {}, {}, ""
     for name, prefix in _variants(bench):
-        private = [_contiguous(prefix.layer(number)) for number in range(LAYOUT.num_layers)]
-        bench.say(f"{name}: over the lease and over contiguous tensors in turn")
-        packed[name] = prefix.compare(lambda n, q, own=private: _kernel(_packed(q), *own[n]))  # type: ignore[misc]
+        layers = [prefix.layer(number) for number in range(LAYOUT.num_layers)]
+        private = [_head_major(layer) for layer in layers]
+        bench.say(f"{name}: over the lease and over private tensors in turn")
         plain[name] = prefix.compare(lambda n, q, own=private: _kernel(_plain(q), *own[n]))  # type: ignore[misc]
+        packed[name] = prefix.compare(lambda n, q, own=private: _kernel(_packed(q), *own[n]))  # type: ignore[misc]
+        token_major[name] = prefix.compare(
+            lambda n, q, own=layers: _kernel(_packed(q), *_as_heads(own[n]))  # type: ignore[misc]
+        )
         what = prefix.what
-    yield row(
+    ours = f"attend() over one layer of {what}, one thread, against aten.{KERNEL}, unmasked, on"
+    contiguous = f"private contiguous [1, {LAYOUT.num_kv_heads}, tokens, {LAYOUT.head_size}]"
+    yield _row(
         "attention_vs_contiguous",
-        min(found.ratio for found in packed.values()),
-        "x",
-        f"the worst of {_told(packed)}; attend() over one layer of {what} against one call of "
-        f"aten.{KERNEL} on [1, {LAYOUT.num_kv_heads}, tokens, {LAYOUT.head_size}], unmasked, the "
-        "query heads of a KV head packed as its rows, as attend() does; one thread. Against the "
-        f"same call with {QUERY_HEADS} query heads: {_told(plain)}",
+        plain,
+        f"{ours} {contiguous}, called plainly: a query of [1, {QUERY_HEADS}, queries, 128]",
+    )
+    yield _row(
+        "attention_vs_contiguous_packed",
+        packed,
+        f"{ours} {contiguous}, the query packed as attend() does it: the heads of one KV head are "
+        "rows. What is left is the arena's storage order, token by token instead of head by head",
+    )
+    yield _row(
+        "attention_vs_token_major",
+        token_major,
+        f"{ours} private [tokens, {LAYOUT.num_kv_heads}, {LAYOUT.head_size}], packed likewise, "
+        "in the storage order of the arena. What is left is the cost of sharing and of runs",
     )
 
 
 def attention_vs_gather(bench: Bench) -> Iterator[Row]:
-    reused, fresh, what = {}, {}, ""
+    fresh, reused, what = {}, {}, ""
     for name, prefix in _variants(bench):
         bench.say(f"{name}: over the lease and after gathering in turn")
-        reused[name] = prefix.compare(prefix.gather_into_buffers)
         fresh[name] = prefix.compare(prefix.gather)
+        reused[name] = prefix.compare(prefix.gather_into_buffers)
         what = prefix.what
-    yield row(
-        "attention_vs_gather",
-        min(found.ratio for found in reused.values()),
-        "x",
-        f"the worst of {_told(reused)}; attend() over one layer of {what} against index_select of "
-        "the pages of K and V into touched buffers and then the same kernel, equally packed; one "
-        f"thread. Against indexing into new memory: {_told(fresh)}",
+    ours = f"attend() over one layer of {what}, one thread, against"
+    then = f"and aten.{KERNEL} on the result, packed as attend() does it"
+    yield _row("attention_vs_gather", fresh, f"{ours} pages[block_table] of K and V {then}")
+    yield _row(
+        "attention_vs_gather_reused",
+        reused,
+        f"{ours} index_select of K and V into buffers touched before {then}",
     )
+
+
+def _row(name: str, found: dict[str, Pairs], detail: str) -> Row:
+    worst = min(pair.ratio for pair in found.values())
+    return row(name, worst, "x", f"{detail}; the worst of {_told(found)}")
 
 
 def _told(found: dict[str, Pairs]) -> str:
@@ -183,8 +202,7 @@ class _Prefix:
         return keys, values
 
     def gather(self, number: int, query: Tensor) -> Tensor:
-        keys, values = (tensor.transpose(0, 1).unsqueeze(0) for tensor in self.layer(number))
-        return _kernel(_packed(query), keys, values)
+        return _kernel(_packed(query), *_as_heads(self.layer(number)))
 
     def gather_into_buffers(self, number: int, query: Tensor) -> Tensor:
         import torch
@@ -192,8 +210,8 @@ class _Prefix:
         gathered = []
         for plane, buffer in enumerate(_buffers(self.pages, self.pages.shape[2])):
             torch.index_select(self.pages[number, plane], 0, self.block_table, out=buffer)
-            gathered.append(buffer.flatten(0, 1).transpose(0, 1).unsqueeze(0))
-        return _kernel(_packed(query), *gathered)
+            gathered.append(buffer.flatten(0, 1))
+        return _kernel(_packed(query), *_as_heads(gathered))
 
     def _attend(self, number: int, query: Tensor) -> Tensor:
         from kvd_infer.attention import KeysValues, attend
@@ -209,15 +227,21 @@ class _Prefix:
 
 
 def _packed(query: Tensor) -> Tensor:
-    return query.transpose(0, 1).reshape(1, LAYOUT.num_kv_heads, -1, LAYOUT.head_size)
+    """As attend() passes an unmasked query: up to 32 rows, the kernel's least block, a head."""
+    heads = max(LAYOUT.num_kv_heads, query.shape[0] * QUERY_HEADS // 32)
+    return query.transpose(0, 1).reshape(1, heads, -1, LAYOUT.head_size)
 
 
 def _plain(query: Tensor) -> Tensor:
     return query.transpose(0, 1).unsqueeze(0)
 
 
-def _contiguous(layer: tuple[Tensor, Tensor]) -> list[Tensor]:
-    return [tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in layer]
+def _as_heads(layer: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.transpose(0, 1).unsqueeze(0) for tensor in layer]
+
+
+def _head_major(layer: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in _as_heads(layer)]
 
 
 def _kernel(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from numpy.typing import NDArray
 
-from kvd.arena.base import Arena
 from kvd.testing.daemons import RunningDaemon, running_daemon
-from kvd_client import Client, Layout, Namespace
+from kvd_client import Client, Namespace
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 PATIENCE_SECONDS = 60.0
-SETTINGS = {"tiers": [{"type": "host", "capacity_bytes": "64MiB"}]}
+# Room for several layouts, each of which keeps some memory ready.
+SETTINGS = {
+    "tiers": [{"type": "host", "capacity_bytes": "1GiB"}],
+    "cache": {"back_ahead_bytes": "1MiB"},
+}
 
 _salts = itertools.count()
 
@@ -69,16 +71,10 @@ def open_for(shared_daemon: RunningDaemon) -> Iterator[OpenFor]:
         client.close()
 
 
-@contextmanager
-def pages_in_file(daemon: RunningDaemon, layout: Layout) -> Iterator[Callable[[int], NDArray[Any]]]:
-    """Writable pages, straight in the arena's file, past every lease."""
-    (path,) = daemon.directory.glob("*.arena")
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        memory = memoryview(mapped)
-        arena = Arena(layout, len(memory) // layout.page_bytes, memory)
-        yield arena.page_view
-        del arena
-        memory.release()
+def page_of(namespace: Namespace, page: int) -> NDArray[Any]:
+    """A page of the arena as a writable array, past every lease."""
+    assert namespace._binding is not None
+    return namespace._binding.arena.writable().page_view(page)
 
 
 def as_kwargs(model: PreTrainedModel, cache: object) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -23,11 +24,13 @@ from transformers.generation.streamers import BaseStreamer
 from demo import models, recall
 from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, Client, LeaseEnded, Namespace, Unsupported
+from kvd_infer import hf
 from kvd_infer.hf import Generation, KvdCache, generate, identity_of, layout_of
 from tests.infer.conftest import (
+    PATIENCE_SECONDS,
     OpenFor,
     attached,
-    pages_in_file,
+    page_of,
     plain_logits,
     tolerance_of,
 )
@@ -35,9 +38,17 @@ from tests.infer.conftest import (
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
 
+Array: TypeAlias = NDArray[Any]
+
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 700]
 STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too, pages that are there are waited for."""
+    monkeypatch.setattr(hf, "RESERVE_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture(autouse=True)
@@ -192,28 +203,25 @@ def test_prompts_share_what_they_have_in_common(
 
 # --- negative twins: the comparisons above do notice damage ------------------------------------
 
-Page = Callable[[int], NDArray[Any]]
+
+def zeroed(page: Array, other: Array) -> None:
+    page[:] = 0
 
 
-def zeroed(page: Page, pages: list[int], others: list[int]) -> None:
-    page(pages[1])[:] = 0
+def stale(page: Array, other: Array) -> None:
+    page[:] = other
 
 
-def stale(page: Page, pages: list[int], others: list[int]) -> None:
-    page(pages[1])[:] = page(others[1])
+def values_shifted(page: Array, other: Array) -> None:
+    page[:, 1] = np.roll(page[:, 1], 1, axis=1)
 
 
-def values_shifted(page: Page, pages: list[int], others: list[int]) -> None:
-    values = page(pages[1])[:, 1]
-    values[:] = values[:, [*range(1, 16), 0]]
+def keys_only(page: Array, other: Array) -> None:
+    page[:, 0] = other[:, 0]
 
 
-def keys_only(page: Page, pages: list[int], others: list[int]) -> None:
-    page(pages[1])[:, 0] = page(others[1])[:, 0]
-
-
-def values_of_last_layer(page: Page, pages: list[int], others: list[int]) -> None:
-    page(pages[1])[-1, 1] = 0
+def values_of_last_layer(page: Array, other: Array) -> None:
+    page[-1, 1] = 0
 
 
 DAMAGES = pytest.mark.parametrize(
@@ -221,19 +229,9 @@ DAMAGES = pytest.mark.parametrize(
 )
 
 
-def do_damage(
-    damage: Callable[..., None],
-    daemon: RunningDaemon,
-    namespace: Namespace,
-    ids: Tensor,
-    other: Tensor,
-) -> None:
-    with (
-        namespace.match(ids[0].numpy()) as lease,
-        namespace.match(other[0].numpy()) as others,
-        pages_in_file(daemon, namespace.layout) as page,
-    ):
-        damage(page, lease.pages.tolist(), others.pages.tolist())
+def second_page(namespace: Namespace, ids: Tensor) -> Array:
+    with namespace.match(ids[0].numpy()) as lease:
+        return page_of(namespace, int(lease.pages[1]))
 
 
 @DAMAGES
@@ -241,13 +239,12 @@ def test_damage_shows_in_logits(
     model: LlamaForCausalLM,
     plain: LlamaForCausalLM,
     open_for: OpenFor,
-    shared_daemon: RunningDaemon,
-    damage: Callable[..., None],
+    damage: Callable[[Array, Array], None],
 ) -> None:
     ids, other, namespace = prompt(48), prompt(48, seed=1), open_for(model)
     for one in (ids, other):
         logits_with_kvd(model, namespace, one)
-    do_damage(damage, shared_daemon, namespace, ids, other)
+    damage(second_page(namespace, ids), second_page(namespace, other))
     warm, reused = logits_with_kvd(model, namespace, ids)
     assert reused == 32
     assert difference(warm, plain_logits(plain, ids, 32)) > 100 * tolerance_of(plain, ids)
@@ -258,13 +255,12 @@ def test_damage_shows_in_greedy_tokens(
     model: LlamaForCausalLM,
     plain: LlamaForCausalLM,
     open_for: OpenFor,
-    shared_daemon: RunningDaemon,
-    damage: Callable[..., None],
+    damage: Callable[[Array, Array], None],
 ) -> None:
     ids, other, namespace = prompt(48), prompt(48, seed=1), open_for(model)
     for one in (ids, other):
         greedy(model, namespace, one)
-    do_damage(damage, shared_daemon, namespace, ids, other)
+    damage(second_page(namespace, ids), second_page(namespace, other))
     generation = greedy(model, namespace, ids)
     assert generation.reused_tokens == 32
     with pytest.raises(AssertionError):
@@ -273,7 +269,7 @@ def test_damage_shows_in_greedy_tokens(
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_recall_model_names_the_damaged_block(
-    recall_dir: Path, open_for: OpenFor, shared_daemon: RunningDaemon, is_damaged: bool
+    recall_dir: Path, open_for: OpenFor, is_damaged: bool
 ) -> None:
     model = models.load(recall_dir, attn_implementation="kvd")
     namespace = open_for(model, block_size=recall.BLOCK_SIZE)
@@ -281,12 +277,8 @@ def test_recall_model_names_the_damaged_block(
     for row in ids:
         logits_with_kvd(model, namespace, row[None])
         if is_damaged:
-            with (
-                namespace.match(row.numpy()) as lease,
-                pages_in_file(shared_daemon, namespace.layout) as page,
-            ):
-                values = page(lease.pages[2])[:, 1]
-                values[:] = values[:, [*range(1, recall.BLOCK_SIZE), 0]]
+            with namespace.match(row.numpy()) as lease:
+                values_shifted(page := page_of(namespace, int(lease.pages[2])), page)
         suffix, reused = logits_with_kvd(model, namespace, torch.cat([row, row])[None])
         assert reused == len(row)
         logits.append(suffix[0])
@@ -363,9 +355,13 @@ def test_without_any_daemon_it_generates_the_same(model: LlamaForCausalLM, tmp_p
 
 @pytest.mark.parametrize("num_tokens", [1500, 1016, 40])
 def test_too_few_pages_change_no_token(
-    plain: LlamaForCausalLM, model: LlamaForCausalLM, num_tokens: int
+    plain: LlamaForCausalLM,
+    model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
 ) -> None:
     """Pages for 1024 tokens: too few for the prompt, for what is generated, for anything."""
+    monkeypatch.setattr(hf, "RESERVE_SECONDS", 0.1)
     layout = layout_of(model)
     settings = {
         "tiers": [{"type": "host", "capacity_bytes": 64 * layout.page_bytes}],
@@ -427,6 +423,7 @@ PROGRAM = """
 import sys, torch
 from demo.models import tiny_llama
 from kvd_client import Client
+from kvd_infer import hf
 from kvd_infer.hf import generate, identity_of, layout_of
 torch.set_num_threads(1)
 model = tiny_llama()
