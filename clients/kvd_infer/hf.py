@@ -277,9 +277,9 @@ class KvdCache(Cache):
         if self._is_closed:
             raise BadRequest("the cache is closed: make a new one for each prompt")
         if start < len(self._prompt) < stop:
-            raise BadRequest(
-                f"got tokens {start} to {stop} of a prompt of {len(self._prompt)}: "
-                "make the cache for the same input_ids"
+            raise Unsupported(
+                f"got tokens {start} to {stop} for a prompt of {len(self._prompt)}: make the cache "
+                "for the very input_ids, and use it without assisted decoding"
             )
         lease = self._lease
         if lease is None:
@@ -345,7 +345,9 @@ class KvdCache(Cache):
     def _forget(self) -> None:
         """Let go of every view of pages, and of private memory."""
         self._is_closed = True
-        self._pass = None
+        if self._pass is not None:
+            self._pass.forget()  # a traceback may hold the pass
+            self._pass = None
         self._memory = _PrivateMemory(self._layout)
         if _current.get() is self:
             _current.set(None)
@@ -377,6 +379,9 @@ class _Pass:
         self.keys: Tensor | None = None
         self._targets = targets
         self._parts = parts
+
+    def forget(self) -> None:
+        self._targets, self._parts = [], []
 
     @torch.no_grad()
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -64,7 +64,12 @@ def test_a_record_is_whole_words() -> None:
 
 def test_a_freed_page_is_nobodys(table: PageTable) -> None:
     table.free([2, 3])
-    assert fields(table, 3, "state", "session", "generation", "parent") == [PageState.FREE, 0, 0, NO_PARENT]
+    assert fields(table, 3, "state", "session", "generation", "parent") == [
+        PageState.FREE,
+        0,
+        0,
+        NO_PARENT,
+    ]
     assert fields(table, 4, "state") == [PageState.UNBACKED]
 
 
@@ -284,7 +289,12 @@ input()
         found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     table = PageTable(LAYOUT, NUM_PAGES, memoryview(found))
     assert table.sealed().all()
-    assert table.records["state"].tolist() == [PageState.FREE, PageState.COMMITTED, PageState.RESERVED, *[PageState.FREE] * 5]
+    assert table.records["state"].tolist() == [
+        PageState.FREE,
+        PageState.COMMITTED,
+        PageState.RESERVED,
+        *[PageState.FREE] * 5,
+    ]
 
 
 def test_a_table_without_room_is_an_error_and_leaves_no_file(mount: Callable[..., Path]) -> None:

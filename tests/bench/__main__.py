@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
@@ -59,11 +60,13 @@ def run_part(name: str, console: Console, *, tiny: bool) -> list[Row]:
     start = time.monotonic()
 
     def say(line: str) -> None:
-        console.print(f"[dim]{time.monotonic() - start:6.1f} s[/]  {name}: {line}", soft_wrap=True)
+        console.print(
+            f"[dim]{time.monotonic() - start:6.1f} s[/]  {name}: {escape(line)}", soft_wrap=True
+        )
 
     rows = list(PARTS[name](Bench(say, tiny)))
     for row in rows:
-        say(f"[bold]{_figure(row)}[/]")
+        say(f"{row.name} = {_figure(row)}")
     return rows
 
 
@@ -95,7 +98,7 @@ def _json(value: object) -> bytes:
 
 def _show(rows: Sequence[Row], console: Console, *, tiny: bool) -> None:
     for row in rows:
-        console.print(f"\n[bold]{row.name}[/]: {row.detail}")
+        console.print(f"\n[bold]{row.name}[/]: {escape(row.detail)}")
     table = Table("figure", "value", "budget", "")
     for row in rows:
         budget = BUDGETS.get(row.name)

@@ -111,7 +111,8 @@ def _variants(bench: Bench) -> Iterator[tuple[str, _Prefix]]:
             num_tokens = fitting_tokens(wanted, layout, copies=3)
             bench.say(f"{dtype}: storing {describe(num_tokens, layout, wanted)}")
             with _leased(layout, num_tokens) as runs:
-                what = f"{describe(num_tokens, layout, wanted)} in {len(runs)} runs"
+                scaled = f" (scaled down from {wanted}: memory)" if num_tokens < wanted else ""
+                what = f"{num_tokens} tokens{scaled} in {len(runs)} runs"
                 # What gathers has a private pool of the same pages and a block table.
                 pages = torch.cat(runs, dim=2).unflatten(2, (-1, layout.block_size))
                 for queries in QUERIES:

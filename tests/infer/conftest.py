@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATIENCE_SECONDS = 60.0
-# Room for several layouts, each of which keeps some memory ready.
-SETTINGS = {
-    "tiers": [{"type": "host", "capacity_bytes": "1GiB"}],
-    "cache": {"back_ahead_bytes": "1MiB"},
-}
+# Several layouts lie in one daemon, and each keeps as much memory ready.
+SETTINGS = {"cache": {"back_ahead_bytes": "1MiB"}}
 
 _salts = itertools.count()
 
