@@ -25,6 +25,7 @@ from kvd.protocol.errors import (
     StaleEpoch,
 )
 from kvd.protocol.messages import (
+    NO_REPLY,
     AbortRequest,
     AnyReply,
     AnyRequest,
@@ -304,9 +305,7 @@ class Lease:
             self.pages = self.pages[: self.num_committed // self.layout.block_size]
             self._client.post(
                 binding.session,
-                AbortRequest(
-                    id=self._client.next_id(), epoch=binding.session.epoch, leases=(self._id,)
-                ),
+                AbortRequest(id=NO_REPLY, epoch=binding.session.epoch, leases=(self._id,)),
             )
 
     def release(self) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
@@ -32,14 +33,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvd_client import (
     BadRequest,
-    DaemonUnavailable,
-    DeadlineExceeded,
+    KvdError,
     Layout,
     Lease,
     LeaseEnded,
-    LimitExceeded,
     Namespace,
-    OutOfPages,
+    PagesInUse,
     Unsupported,
 )
 from kvd_infer.attention import KeysValues, attend
@@ -206,7 +205,7 @@ class KvdCache(Cache):
 
     @property
     def _no_layer(self) -> list[bool]:
-        """Said of each layer: of an empty list 5.24 would think that all of it is linear."""
+        """For each layer: where there is none, 5.24 takes all of them for linear ones."""
         return [False] * self._layout.num_layers
 
     is_sliding = is_linear = is_dummy = _no_layer
@@ -287,8 +286,7 @@ class KvdCache(Cache):
                 start, stop, self._memory.tensors(start, stop), self._memory.tensors(0, stop)
             )
         lease.check()
-        if not self._pages_end and stop > lease.capacity_tokens:
-            self._pages_end = not self._ask(lambda: lease.reserve(stop, timeout=RESERVE_SECONDS))
+        self._reserve(lease, stop)
         # tokens:   0 ……… start ……… paged ……… stop
         # lie in:   pages  pages    private memory, as of token `capacity`
         capacity = lease.capacity_tokens
@@ -302,45 +300,41 @@ class KvdCache(Cache):
 
     def _end(self) -> None:
         assert self._pass is not None
-        start, self._length = self._pass.start, self._pass.stop
+        start, stop = self._pass.start, self._pass.stop
         self._pass = None
         if self._lease is not None:
             self._lease.check()
+        self._length = stop
         if start < len(self._prompt):
             self._commit(self._prompt)
 
     # --- the daemon ---
 
     def _match(self) -> Lease | None:
-        """A lease of what kvd knows; None where it has nothing to give, be it an answer."""
+        """A lease of what kvd knows of the prompt; None where there is none to be had."""
         if self._namespace is None:
             return None
-        try:
+        with _going_on():
             # An engine computes at least one token itself.
             lease = self._namespace.match(self._prompt[:-1].numpy())
-        except LimitExceeded as error:
-            logger.warning("going on in private memory: %s", error)
-            return None
-        if lease.capacity_tokens == 0 and not lease.is_open:
-            logger.warning("no kvd on %s: private memory", self._namespace.client.endpoint)
-            return None
-        return lease
+            if lease.is_open or lease.capacity_tokens > 0:
+                return lease
+            logger.info("no kvd answers on %s", self._namespace.client.endpoint)
+        return None
+
+    def _reserve(self, lease: Lease, num_tokens: int) -> None:
+        if not self._pages_end and num_tokens > lease.capacity_tokens:
+            self._pages_end = True
+            with _going_on():
+                lease.reserve(num_tokens, timeout=RESERVE_SECONDS)
+                self._pages_end = False
 
     def _commit(self, tokens: Tensor) -> None:
         """Commit the whole blocks of these tokens whose rows are written, and lie in pages."""
         if (lease := self._lease) is not None:
             stop = min(len(tokens), self._length, lease.capacity_tokens)
-            new = tokens[lease.num_committed : stop].numpy()
-            self._ask(lambda: lease.commit(new))
-
-    def _ask(self, verb: Callable[[], object]) -> bool:
-        """Whether the daemon did it; where not, inference goes on without."""
-        try:
-            verb()
-        except (OutOfPages, LimitExceeded, DaemonUnavailable, DeadlineExceeded) as error:
-            logger.info("going on without: %s", error)
-            return False
-        return True
+            with _going_on():
+                lease.commit(tokens[lease.num_committed : stop].numpy())
 
     def _forget(self) -> None:
         """Let go of every view of pages, and of private memory."""
@@ -401,12 +395,22 @@ class _Pass:
         asked: dict[str, Any],
     ) -> Tensor:
         self.keys = None
-        _check_attention(module, query, mask, self.start, asked)
+        _check_attention(module, query, mask, asked)
         layer = self.next_layer
         self.next_layer += 1
+        if layer == 0 and (positions := asked.get("position_ids")) is not None:
+            self._check_positions(positions)
         parts = [KeysValues(part[layer, 0], part[layer, 1]) for part in self._parts]
         output = attend(query[0].transpose(0, 1), parts, scale=scaling)
         return output.unsqueeze(0).contiguous()
+
+    def _check_positions(self, positions: Tensor) -> None:
+        # Keys carry their rotary positions: other ones would poison the prefix for everyone.
+        if not torch.equal(positions.flatten(), torch.arange(self.start, self.stop)):
+            raise Unsupported(
+                "position_ids do not follow the cached tokens: leave them out, and give "
+                "`generate` the full input_ids"
+            )
 
 
 class _PrivateMemory:
@@ -461,6 +465,17 @@ class _OnceStreamer(BaseStreamer):
 
     def end(self) -> None:
         self._streamer.end()
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Inference goes on without what the daemon could not do, whatever the reason."""
+    try:
+        yield
+    except (BadRequest, LeaseEnded, PagesInUse):  # mistakes, and what must be told
+        raise
+    except KvdError as error:
+        logger.warning("going on without kvd: %s", error)
 
 
 def _only_sequence(ids: Tensor) -> Tensor:
@@ -526,11 +541,7 @@ _NO_MASKS = (
 
 
 def _check_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    mask: Tensor | None,
-    start: int,
-    asked: dict[str, Any],
+    module: torch.nn.Module, query: Tensor, mask: Tensor | None, asked: dict[str, Any]
 ) -> None:
     """Refuse what `attend` would leave out without a word."""
     if mask is not None:
@@ -542,15 +553,6 @@ def _check_attention(
         raise Unsupported(f"kvd's attention has no {', '.join(unknown) or 'dropout'}")
     if not getattr(module, "is_causal", True):
         raise Unsupported("kvd's attention is causal, and this layer's is not")
-    # Cached keys carry their rotary positions: others would poison the prefix for everyone.
-    positions = asked.get("position_ids")
-    if positions is not None:
-        wanted = torch.arange(start, start + query.shape[2])
-        if not torch.equal(positions.flatten(), wanted):
-            raise Unsupported(
-                "position_ids do not follow the cached tokens: leave them out, and give "
-                "`generate` the full input_ids"
-            )
 
 
 AttentionInterface.register(NAME, _attention)

@@ -39,6 +39,7 @@ from kvd.protocol.errors import (
 )
 from kvd.protocol.messages import (
     MIN_PROTOCOL_VERSION,
+    NO_REPLY,
     PROTOCOL_VERSION,
     AbortRequest,
     AnyReply,
@@ -146,11 +147,10 @@ class Router:
         for _ in range(DRAIN_BATCH):
             if self._closing.is_set():
                 return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            # Cheaper than the exception that an empty socket raises.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
-            self._receive(frames)
+            self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
         self._loop.call_soon(self._drain)
 
     def _send(self, identity: bytes, reply: AnyReply) -> bool:
@@ -248,7 +248,8 @@ class Router:
                 assert_never(request)
 
     def _done(self, session: Session, request: AnyRequest) -> None:
-        self._send(session.identity, DoneReply(id=request.id, epoch=self._epoch))
+        if request.id != NO_REPLY:
+            self._send(session.identity, DoneReply(id=request.id, epoch=self._epoch))
 
     # --- sessions ---
 
@@ -270,7 +271,7 @@ class Router:
             version=version,
             session=session.name,
             heartbeat_seconds=self._config.sessions.heartbeat_seconds,
-            max_request_bytes=int(self._config.limits.request_bytes),
+            max_request_bytes=self._config.limits.request_bytes,
             header_path=str(self._header),
             lock_path=str(self._sessions.path(session.id)),
         )

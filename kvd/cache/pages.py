@@ -61,6 +61,10 @@ class PagePool:
 
     # --- pages ---
 
+    @property
+    def num_whole_groups(self) -> int:
+        return int(np.count_nonzero(self._free_in_group == GROUP_PAGES))
+
     def take(self, count: int) -> Pages:
         """Reserve `count` free pages, in runs as long as can be had, in ascending order."""
         assert count <= self.num_free

@@ -31,9 +31,11 @@ class Lru:
         self._nodes[node] = None
         self.num_blocks += node.num_blocks
 
-    def remove(self, node: Node) -> None:
-        del self._nodes[node]
-        self.num_blocks -= node.num_blocks
+    def discard(self, node: Node) -> None:
+        """Remove a node, if it stands here."""
+        if node in self._nodes:
+            del self._nodes[node]
+            self.num_blocks -= node.num_blocks
 
     def shorten(self, num_blocks: int) -> None:
         """A node that stands here loses blocks."""

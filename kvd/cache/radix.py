@@ -74,8 +74,7 @@ class Node:
 
     def path_pages(self) -> Pages:
         """The pages of all blocks from the root to the end of this node."""
-        pieces = [np.array(node.pages, np.int64) for node in self.path()]
-        return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+        return np.frombuffer(b"".join([node.pages for node in self.path()]), np.int64)
 
     def path_tokens(self) -> bytearray:
         return bytearray().join(node.tokens for node in self.path())
@@ -107,11 +106,11 @@ class Tree:
             child = node.child(tokens[at : at + width])
             if child is None:
                 break
-            common = self._common_blocks(child, tokens[at : min(end, at + len(child.tokens))])
-            at += common * width
-            node = child
-            if common < child.num_blocks:
-                return Found(node, common, at // width)
+            node, piece = child, tokens[at : min(end, at + len(child.tokens))]
+            if node.tokens != piece:
+                common = self._common_blocks(node, piece)
+                return Found(node, common, at // width + common)
+            at += len(piece)
         return Found(node, node.num_blocks, at // width)
 
     def lock(self, found: Found, below: Node | None = None) -> Node:
@@ -125,8 +124,8 @@ class Tree:
         top = below or self.root
         node = end
         while node is not top:
-            if node.locks == 0 and node in self._lru:  # the upper part of a split is not
-                self._lru.remove(node)
+            if node.locks == 0:
+                self._lru.discard(node)  # the upper part of a split is not there
             node.locks += 1
             node = _parent(node)
         return end
@@ -171,7 +170,7 @@ class Tree:
         keep = leaf.num_blocks - num_blocks
         pages = np.array(leaf.pages[keep:], np.int64)[::-1]
         if keep == 0:
-            self._lru.remove(leaf)
+            self._lru.discard(leaf)
             _parent(leaf).remove_child(leaf)
             leaf.parent = None
         else:

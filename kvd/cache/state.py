@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.cache.leases import Lease, LeaseTable
@@ -256,7 +257,9 @@ class CacheState:
         plan: Plan = []
         if short := self._make_room(arena, needed, plan):
             return short
-        pages = arena.pool.take(needed + self._spare(arena, needed, ahead, plan))
+        count = needed + self._spare(arena, needed, ahead, plan)
+        self._make_groups(arena, count, plan)
+        pages = arena.pool.take(count)
         lease.granted = np.concatenate((lease.granted, pages))
         lease.reserved.update(pages.tolist())
         plan.append(Reserved(arena.id, pages, lease.session))
@@ -284,6 +287,24 @@ class CacheState:
         if missing > 0 and not arena.pool.num_backing and not self._num_backable(arena):
             self._evict(arena, min(missing, arena.lru.num_blocks), plan)
         return min(ahead, arena.pool.num_free - needed)
+
+    def _make_groups(self, arena: ArenaState, count: int, plan: Plan) -> None:
+        """Evict the coldest ends, group by group, until `count` pages can be had in whole groups.
+
+        Else what is left over of many leases, a few pages each, would make the runs of the next
+        one short. At most `count` blocks go for it, and none while there is memory to be had.
+        """
+        wanted, left = count // GROUP_PAGES, count
+        if arena.pool.num_backing or self._num_backable(arena):
+            return
+        while left > 0 and arena.pool.num_whole_groups < wanted:
+            leaf = arena.lru.coldest()
+            if leaf is None:
+                return
+            # No group becomes whole before all that the leaf has in it are gone.
+            size = min(left, _in_last_group(leaf))
+            self._evict(arena, size, plan)
+            left -= size
 
     def shortage(self, arena: ArenaState, num_wanted: int) -> Shortage:
         counts = arena.pool.counts()
@@ -526,6 +547,15 @@ class CacheState:
             for child in node.children:
                 assert child.parent is node
                 assert node.locks or age[child] < age[node]
+
+
+def _in_last_group(leaf: Node) -> int:
+    """How many blocks at the end of a leaf lie in one group of pages."""
+    group = leaf.pages[-1] // GROUP_PAGES
+    size = 1
+    while size < leaf.num_blocks and leaf.pages[-size - 1] // GROUP_PAGES == group:
+        size += 1
+    return size
 
 
 def _coldest_stamp(arena: ArenaState) -> int:

@@ -23,7 +23,15 @@ Tokens: TypeAlias = bytes  # little-endian uint32, as on the wire
 # What people have: ids, or bytes of them as on the wire.
 TokenIds: TypeAlias = Sequence[int] | NDArray[Any] | bytes | bytearray | memoryview
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(value: object) -> int:
+    """Ints with a name of their own (ByteSize) are ints on the wire."""
+    if isinstance(value, int):
+        return int(value)
+    raise TypeError(f"{type(value).__name__} does not cross the wire")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
@@ -45,7 +53,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 def to_json(value: object) -> str:
     """Messages and plain values as JSON, for programs that read a command's output."""
-    return msgspec.json.format(msgspec.json.encode(value)).decode()
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain)).decode()
 
 
 def decode_request(frame: bytes) -> AnyRequest:
@@ -85,6 +93,8 @@ def pack_tokens(tokens: TokenIds) -> Tokens:
         raise BadRequest(f"not a sequence of token ids: {error}") from error
     if ids.size == 0:
         return b""
+    if ids.dtype == np.uint32 and ids.ndim == 1:
+        return ids.tobytes()
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > 0xFFFFFFFF:
         raise BadRequest(
             "token ids are integers from 0 to 2**32 - 1 in one dimension, "

@@ -19,6 +19,7 @@ from kvd.protocol.layout import Layout
 
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
+NO_REPLY = 0
 
 Unsigned: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LeaseId: TypeAlias = Unsigned
@@ -52,6 +53,7 @@ class Failure(Struct, tag="failure", frozen=True, omit_defaults=True):
 class Request(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
     """The envelope of every request.
 
+    `id` comes back in the reply; NO_REPLY asks for none where the answer would only be "done".
     `deadline_ns` is absolute on the machine's CLOCK_MONOTONIC, 0 for none. `epoch` is the daemon
     start the client speaks to, 0 before it knows. `trace` is a W3C traceparent or empty.
     """

@@ -218,10 +218,24 @@ class Model:
         return count + min(ahead, free + unlocked - count)
 
     def make_room(self, lease: Lease, count: int) -> list[Page]:
-        """Evict what must go, the least recent first: their pages in that order."""
+        """Evict what must go, the least recent first: their pages in that order.
+
+        Where no memory is to be had, more go, `count` at most, until `count` pages are there in
+        whole groups of 16.
+        """
         number = self.arena_of[lease.namespace]
         missing = max(count - len(self.of_arena(number, "free")), 0)
-        return [self.evict(block) for block in self.unlocked(number)[:missing]]
+        gone = [self.evict(block) for block in self.unlocked(number)[:missing]]
+        if not self.on_its_way(number) and not self.backable_extents(number):
+            left = count
+            while left and self.unlocked(number) and self.whole_groups(number) < count // 16:
+                gone.append(self.evict(self.unlocked(number)[0]))
+                left -= 1
+        return gone
+
+    def whole_groups(self, number: int) -> int:
+        free = [page.number // 16 for page in self.of_arena(number, "free")]
+        return sum(free.count(group) == 16 for group in set(free))
 
     def grant(self, lease: Lease, pages: list[Page]) -> None:
         for page in pages:

@@ -26,10 +26,9 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from kvd.arena import page_table
-from kvd.arena.page_table import PageTable, table_bytes
+from kvd.arena.page_table import PageState, PageTable, table_bytes
 from kvd.arena.runs import Pages, pages_of
 from kvd.cache import state as plans
-from kvd.cache.pages import PageState
 from kvd.cache.state import CacheState, Granted, Namespace, Plan, Short, Step
 from kvd.protocol.errors import BadRequest, LeaseEnded, LimitExceeded
 from kvd.protocol.keys import Identity

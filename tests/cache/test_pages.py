@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.arena.base import GROUP_PAGES
+from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of, runs_of
-from kvd.cache.pages import PagePool, PageState
+from kvd.cache.pages import PagePool
 from kvd.protocol.messages import Run
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.arena.header import SharedHeader, create_header
-from kvd.cache.pages import PageState
+from kvd.arena.page_table import PageState
 from kvd.cache.state import (
     CacheState,
     Committed,

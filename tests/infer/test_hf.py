@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from demo import models, recall
 from kvd.testing.daemons import running_daemon
-from kvd_client import BadRequest, Client, LeaseEnded, Namespace, Unsupported
+from kvd_client import BadRequest, Client, KvdError, Lease, LeaseEnded, Namespace, Unsupported
 from kvd_infer import hf
 from kvd_infer.hf import Generation, KvdCache, generate, identity_of, layout_of
 from tests.infer.conftest import (
@@ -356,6 +356,22 @@ def test_without_any_daemon_it_generates_the_same(model: LlamaForCausalLM, tmp_p
         generation = greedy(model, namespace, ids)
     assert generation.sequences.equal(greedy(model, None, ids).sequences)
     assert (generation.reused_tokens, generation.committed_tokens) == (0, 0)
+
+
+def test_daemon_that_fails_at_a_request_changes_no_token(
+    model: LlamaForCausalLM, open_for: OpenFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, namespace = prompt(40), open_for(model)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise KvdError("internal error; see kvd's log")
+
+    expected = greedy(model, None, ids).sequences
+    for where, verb in ((Lease, "commit"), (Lease, "reserve"), (namespace, "match")):
+        monkeypatch.setattr(where, verb, fail)
+        generation = greedy(model, namespace, ids)
+        assert generation.sequences.equal(expected)
+        assert (generation.attempts, generation.committed_tokens) == (1, 0)
 
 
 @pytest.mark.parametrize("num_tokens", [1500, 1016, 40])
