@@ -1,7 +1,6 @@
 """One inference process of the demonstration: `python -m demo.worker JOB`, a Job as JSON.
 
-It says on stdout, a JSON object a line, how far it is; the last line is its result. Where it waits,
-it goes on at a line on stdin.
+It prints its result as a line of JSON; where it waits, an empty line, until it reads one.
 """
 
 from __future__ import annotations
@@ -10,172 +9,127 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import torch
+from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
-    import torch
-    from transformers import PreTrainedModel
+from demo.models import load
+from demo.recall import logits_behind, prompts
+from kvd_client import Client
+from kvd_infer.hf import generate, identity_of, layout_of
 
-TEXT_CHARACTERS = 7000
-# How close the two best logits are where either token is as good as the other: plain runs that
-# only cut their prompt at another place differ by about a tenth of it.
+# Where the two best logits are closer, either token is as good: plain runs that only cut the same
+# tokens into other passes differ by as much.
 TIE = 1e-3
-PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is to do: answer a question about a text, or judge the answers of others.
+    """Answer a question about a topic of Python's documentation; without one, judge answers.
 
-    `waits_at` names where it stops until it is told to go on: in the middle layer of the prefill,
-    or behind a token of the answer.
+    `waits_at` is where it waits: in the middle layer of the "prefill", or inside the "answer".
     """
 
     model: str
-    text: str = "execmodel"  # a topic of Python's own documentation
+    text: str = "execmodel"
     question: str = ""
-    num_answer: int = 32
     waits_at: str = ""
+
+
+class Timer(BaseStreamer):
+    """Notes when the first token came, and waits at the fifth where the job says so."""
+
+    def __init__(self, job: Job) -> None:
+        self.seconds = 0.0
+        self._job = job
+        self._begin = time.perf_counter()
+        self._num_put = 0  # the prompt is put as well
+
+    def put(self, value: torch.Tensor) -> None:
+        self._num_put += 1
+        if self._num_put == 2:
+            self.seconds = time.perf_counter() - self._begin
+        if self._num_put == 6 and self._job.waits_at == "answer":
+            wait()
+
+    def end(self) -> None: ...
 
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
-    import torch
-    from transformers.utils import logging
-
-    from demo.models import load
-
-    logging.set_verbosity_error()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    say(at="loading")
-    if job.question:
-        model = load(Path(job.model), attn_implementation="kvd")
-        say(at="end", **answer(job, model))
-    else:
-        model = load(Path(job.model))
-        say(at="ready")
-        say(at="end", **judge(model, json.loads(sys.stdin.readline())))
+    model = load(Path(job.model))
+    result = answer(job, model) if job.question else judge(model, json.loads(sys.stdin.readline()))
+    print(json.dumps(result), flush=True)
 
 
-def answer(job: Job, model: PreTrainedModel) -> dict[str, Any]:
-    """Answer the question with kvd, and say how long the first token took."""
-    import torch
-
-    from kvd_client import Client
-    from kvd_infer.hf import generate, identity_of, layout_of
-
-    ids = torch.tensor([prompt_ids(job)])
-    arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": job.num_answer}
-    arguments |= {"min_new_tokens": job.num_answer, "attention_mask": torch.ones_like(ids)}
+def answer(job: Job, model: LlamaForCausalLM) -> dict[str, Any]:
+    """Answer with what kvd has of the prompt, and say how long the first token took."""
+    model.set_attn_implementation("kvd")
+    ids, tokenizer = prompt_of(job)
+    generate(model, None, ids[:, :8], max_new_tokens=2)  # what a process does only once
     with Client() as client:
-        # The folder's name holds the digest of what its weights were made from.
-        identity = identity_of(model, revision=Path(job.model).name)
-        namespace = client.open(identity, layout_of(model))
-        generate(model, None, ids[:, :8], max_new_tokens=2)  # what a process does only once
-        assert client.wait_attached(PATIENCE_SECONDS)
+        client.wait_attached(30)
+        revision = Path(job.model).name  # has the digest of what the weights were made from
+        namespace = client.open(identity_of(model, revision), layout_of(model))
         if job.waits_at == "prefill":
             middle = model.config.num_hidden_layers // 2
-            model.get_decoder().layers[middle].register_forward_hook(lambda *_: wait(job))
-        streamer = Timer(lambda count: count == 5 and job.waits_at == "answer" and wait(job))
-        done = generate(model, namespace, ids, streamer=streamer, **arguments)  # type: ignore[arg-type]
+            model.model.layers[middle].register_forward_hook(wait)
+        timer = Timer(job)
+        done = generate(
+            model, namespace, ids, streamer=timer, max_new_tokens=32, do_sample=False,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+    new = done.sequences[0, ids.shape[1] :].tolist()
     return {
-        "ttft_s": streamer.first - streamer.begin,
+        "prompt": ids[0].tolist(),
+        "answer": new,
+        "words": " ".join(tokenizer.decode(new).split()) if tokenizer else str(new)[1:-1],
         "reused": done.reused_tokens,
         "attempts": done.attempts,
-        "prompt": ids[0].tolist(),
-        "answer": done.sequences[0, ids.shape[1] :].tolist(),
-        "words": words(job, done.sequences[0, ids.shape[1] :]),
+        "ttft_s": timer.seconds,
     }
 
 
-class Timer:
-    """A streamer that notes when the first token came: the first thing put is the prompt."""
-
-    def __init__(self, each: Callable[[int], object]) -> None:
-        self.begin = time.perf_counter()
-        self.first = 0.0
-        self._count = -1
-        self._each = each
-
-    def put(self, value: torch.Tensor) -> None:
-        self._count += 1
-        if self._count == 1:
-            self.first = time.perf_counter()
-        self._each(self._count)
-
-    def end(self) -> None:
-        pass
-
-
-def judge(model: PreTrainedModel, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether plain transformers, without kvd, give the same answers, token by token.
+def judge(model: LlamaForCausalLM, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether plain transformers give the same answers, token by token; and its first token's time.
 
     Where its two best tokens are as good as each other, it goes on with the one that was given.
     """
-    import torch
-    from transformers import DynamicCache
-
-    from demo.recall import logits_behind
-
-    logits_behind(model, torch.tensor([runs[0]["prompt"][:8]]), DynamicCache(config=model.config))
-    verdicts: list[bool] = []
-    seconds: list[float] = []
-    for run in runs:
+    verdicts, seconds = [], []
+    for run in (runs[0] | {"prompt": runs[0]["prompt"][:8]}, *runs):  # the first one warms up
         cache, begin = DynamicCache(config=model.config), time.perf_counter()
-        last = torch.tensor([run["prompt"]])
-        same = True
-        for number, token in enumerate(run["answer"]):
-            logits = logits_behind(model, last, cache, logits_to_keep=1)[0, -1]
-            if number == 0:
-                seconds.append(time.perf_counter() - begin)
-            same = same and float(logits.max() - logits[token]) <= TIE
-            last = torch.tensor([[token]])
-        verdicts.append(same)
-        say(at="judged", same=same)
-    return {"verdicts": verdicts, "ttft_s": seconds[0]}
+        prompt, last = torch.tensor([run["prompt"]]), torch.tensor([-1])
+        first = logits_behind(model, prompt, cache, logits_to_keep=last)[0]
+        seconds.append(time.perf_counter() - begin)
+        each = [logits_behind(model, torch.tensor([[id]]), cache)[0] for id in run["answer"][:-1]]
+        logits = torch.cat([first, *each])
+        given = logits.gather(1, torch.tensor(run["answer"])[:, None])[:, 0]
+        verdicts.append(float((logits.max(1).values - given).max()) <= TIE)
+    return {"verdicts": verdicts[1:], "ttft_s": seconds[1]}
 
 
-def prompt_ids(job: Job) -> list[int]:
-    """The text, then the question, as the chat template has it; for the recall model ids alone."""
-    folder = Path(job.model)
-    if not (folder / "tokenizer.json").exists():
-        from demo.recall import prompts
-
-        text = prompts(1, seed=len(job.text), num_tokens=250).repeat(1, 6)[0].tolist()
-        return [*text, *text[len(job.question) : len(job.question) + 8]]
+def prompt_of(job: Job) -> tuple[torch.Tensor, Any]:
+    """Text and question as ids, and the tokenizer; the recall model has none, its text is ids."""
+    if not (Path(job.model) / "tokenizer.json").exists():
+        text = prompts(1, seed=len(job.text), num_tokens=250).repeat(1, 6)
+        return torch.cat([text, text[:, len(job.question) :][:, :8]], 1), None
     from pydoc_data.topics import topics
 
-    content = f"{topics[job.text][:TEXT_CHARACTERS]}\n\n{job.question}"
-    chat = [{"role": "user", "content": content}]
-    ids: list[int] = tokenizer(folder).apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=False
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    content = f"{topics[job.text][:7000]}\n\nIn one paragraph: {job.question}"
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
     )
-    return ids
+    return torch.tensor([ids]), tokenizer
 
 
-def words(job: Job, ids: torch.Tensor) -> str:
-    folder = Path(job.model)
-    if not (folder / "tokenizer.json").exists():
-        return " ".join(map(str, ids.tolist()))
-    return " ".join(tokenizer(folder).decode(ids, skip_special_tokens=True).split())
-
-
-def tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
-
-
-def wait(job: Job) -> None:
-    say(at=job.waits_at)
+def wait(*_: object) -> None:
+    print(flush=True)
     sys.stdin.readline()
 
 

@@ -54,6 +54,23 @@ R = TypeVar("R", bound=AnyReply)
 # While the daemon is away it is looked for this often, and a probe is given up after so long.
 PROBE_SECONDS = 0.1
 PROBE_PATIENCE_SECONDS = 1.0
+DETACH_SECONDS = 0.5
+
+
+class _Wake:
+    """An eventfd. It is closed with the last reference: nobody writes to whose number it gets."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def set(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        os.eventfd_read(self.fd)
 
 
 class Connection:
@@ -71,7 +88,7 @@ class Connection:
         self.up = threading.Event()
         self._outbox: deque[Call] = deque()
         self._lingering: list[Lease] = []
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = _Wake()
         self._last_beat = 0.0
         self._closing = False
         self._context = zmq.Context()
@@ -93,7 +110,7 @@ class Connection:
         if self._closing:
             raise DaemonUnavailable("the client is closed")
         self._outbox.append(call)
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def withdraw(self, call: Call) -> None:
         """Nobody waits for this call any more, sent or not."""
@@ -104,7 +121,7 @@ class Connection:
     def suspect(self) -> None:
         """A deadline passed in silence: nobody else shall wait until the daemon speaks again."""
         self.core.set_link(Link.DOWN)
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def linger(self, lease: Lease) -> None:
         """Release a lease when the last writable view of its pages is gone."""
@@ -112,11 +129,10 @@ class Connection:
 
     def close(self) -> None:
         """Detach, as far as the daemon is there, and end the thread. Idempotent."""
-        if not self._closing:
-            self._closing = True
-            os.eventfd_write(self._wake, 1)
+        self._closing = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:  # which a last reference may go in
             self._thread.join()
-            os.close(self._wake)
 
     def _link_changed(self, link: Link) -> None:
         (self.up.set if link is Link.ATTACHED else self.up.clear)()
@@ -134,8 +150,7 @@ class Connection:
 
     def _serve(self) -> None:
         poller = select.poll()
-        monitor = self._monitor.fileno()
-        for fd in (self._wake, self._socket.fileno(), monitor):
+        for fd in (self._wake.fd, self._socket.fileno(), self._monitor.fileno()):
             poller.register(fd, select.POLLIN)
         while not self._closing:
             wait = self._beat(time.monotonic())
@@ -143,11 +158,10 @@ class Connection:
             # send until there is nothing left of either.
             while self._receive() or self._flush():
                 pass
-            ready = {fd for fd, _ in poller.poll(math.ceil(wait * 1000))}
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if monitor in ready:
-                self._watch_connection()
+            ready = poller.poll(math.ceil(wait * 1000))
+            if (self._wake.fd, select.POLLIN) in ready:
+                self._wake.clear()
+            self._watch_connection()
 
     def _beat(self, now: float) -> float:
         """Send a heartbeat, or look for the daemon, when it is time; seconds until the next."""
@@ -160,7 +174,8 @@ class Connection:
         if not self._outbox and (not core.probing or now - self._last_beat >= patience):
             self._release_lingering()
             self._last_beat = now
-            self._outbox.append(core.probe(int((now + PROBE_PATIENCE_SECONDS) * 1e9)))
+            # In front: a heartbeat behind a match would have to list its lease, which came later.
+            self._outbox.appendleft(core.probe(int((now + PROBE_PATIENCE_SECONDS) * 1e9)))
         return every
 
     def _flush(self) -> bool:
@@ -190,23 +205,39 @@ class Connection:
         while _readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._outbox.clear()
-                self.core.disconnected()
+                self._fail_all()
             if not self.core.probing:
                 self._last_beat = 0.0
+
+    def _fail_all(self) -> None:
+        """The connection is gone, and with it every call, sent or not."""
+        while self._outbox:
+            self.core.send(self._outbox.popleft())
+        self.core.disconnected()
 
     def _release_lingering(self) -> None:
         self._lingering = [lease for lease in self._lingering if not lease.release_quietly()]
 
     def _finish(self) -> None:
-        if (session := self.core.session) is not None:
-            self._outbox.append(Call(DetachRequest(id=self.core.next_id(), epoch=session.epoch)))
-            self._flush()
-        self.core.disconnected()
+        self._detach()
+        self.core.closed()
+        self._fail_all()
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
         self._context.term()
+
+    def _detach(self) -> None:
+        """End the session, and wait a little until the daemon says that it is so."""
+        if self.core.session is None or self.core.link is not Link.ATTACHED:
+            return
+        call = Call(DetachRequest(id=self.core.next_id(), epoch=self.core.session.epoch))
+        self._outbox.append(call)
+        deadline = time.monotonic() + DETACH_SECONDS
+        while not call.wait(0) and (left := deadline - time.monotonic()) > 0:
+            while self._receive() or self._flush():
+                pass
+            self._socket.poll(math.ceil(min(0.01, left) * 1000))
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -229,6 +260,9 @@ class Client:
         self.endpoint = endpoint or client_endpoint()
         self.timeout = timeout
         self.name = name or f"{os.path.basename(sys.argv[0]) or 'python'}"
+        # What maps memory for this client: while it does, its pages could still be written.
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
         self._connect()
 
     def __enter__(self) -> Self:
@@ -250,7 +284,9 @@ class Client:
         """The namespace of a model's KV. It is bound to the daemon at each first use."""
         check_identity(identity)
         check_layout(layout)
-        return Namespace(self, identity, layout, salt)
+        namespace = Namespace(self, identity, layout, salt)
+        self._namespaces.add(namespace)
+        return namespace
 
     def status(self) -> StatusReply:
         """How the daemon stands. Raises DaemonUnavailable or DeadlineExceeded."""
@@ -260,6 +296,10 @@ class Client:
 
     def close(self) -> None:
         """Detach. Leases that are still open end; their pages are freed when no view is left."""
+        for lease in list(self._leases):
+            lease.release_quietly()
+        for namespace in list(self._namespaces):
+            namespace.unbind()
         self._finalizer()
 
     # --- for leases and namespaces ---
@@ -330,6 +370,10 @@ class Client:
         if connection.core.session is session:
             connection.post(Call(request))
 
+    def granted(self, lease: Lease) -> Lease:
+        self._leases.add(lease)
+        return lease
+
     def released(self, session: Session, lease_id: int) -> None:
         """End a lease; an answer is not waited for, since the next request comes behind it."""
         core = self.connection.core
@@ -397,6 +441,10 @@ class Namespace:
         self._binding = Binding(session, reply.namespace, arena)
         return self._binding
 
+    def unbind(self) -> None:
+        """Let go of the mapping; views of it that live keep it, and the session's lock with it."""
+        self._binding = None
+
     def _match(
         self, binding: Binding, tokens: bytes, reserve_tokens: int, deadline: float
     ) -> Lease:
@@ -425,4 +473,4 @@ class Namespace:
             # The lease may have been granted, or be so later: end it, whatever became of it.
             self.client.released(session, lease_id)
             raise
-        return Lease(self.client, self.layout, binding, lease_id, result)
+        return self.client.granted(Lease(self.client, self.layout, binding, lease_id, result))

@@ -130,6 +130,8 @@ class Lease:
         self._id = lease_id
         self._result = result
         self._num_granted = 0
+        # Tokens up to which blocks were named in a commit, whatever became of it.
+        self._num_named = self.num_committed
         self._exports: list[_Export] = []
         if binding and result:
             binding.populate_read(self.pages)
@@ -228,8 +230,8 @@ class Lease:
         Let go of them before commit, abort or release, which refuse while any of them lives.
         Raises BadRequest for tokens that are matched or committed: those are never written again.
         """
-        if start < self.num_committed:
-            raise BadRequest(f"token {start} is committed; writable from {self.num_committed} on")
+        if start < self._num_named:
+            raise BadRequest(f"token {start} is committed; writable from {self._num_named} on")
         pieces = self._pieces(start, stop)
         arena = self._bound().arena.writable()
         self._exports.append(_Export(start, stop, weakref.ref(arena.root)))
@@ -291,6 +293,7 @@ class Lease:
             trace=traceparent(),
             items=(item,),
         )
+        self._num_named = stop
         result = result_of(self._ask(request, deadline, CommitReply, packed).results)
         # Where a block was there before, its page takes the place of this lease's copy.
         self.pages[first : first + count] = pages_of(result.runs)
@@ -303,6 +306,8 @@ class Lease:
         binding = self._binding
         if binding is not None:
             self.pages = self.pages[: self.num_committed // self.layout.block_size]
+            self._num_granted = 0
+            self._num_named = self.num_committed
             self._client.post(
                 binding.session,
                 AbortRequest(id=NO_REPLY, epoch=binding.session.epoch, leases=(self._id,)),

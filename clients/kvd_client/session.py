@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # The daemon answers this much before the caller's deadline, so that the answer arrives within it.
-MAX_MARGIN_SECONDS = 0.05
+MAX_MARGIN_SECONDS = 0.1
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -196,6 +196,11 @@ class Core:
         if (call := self._pending.pop(reply.id, None)) is not None:
             call.answer(reply, error)
 
+    def closed(self) -> None:
+        """The client is closed: no lease of it holds any more."""
+        self.session = None
+        self.living.clear()
+
     def set_link(self, link: Link) -> None:
         if link is not self.link:
             self.link = link
@@ -236,7 +241,7 @@ class Core:
 def wire(deadline: float) -> int:
     """A deadline (time.monotonic) for the wire: a little earlier, so that the answer is in time."""
     left = max(0.0, deadline - time.monotonic())
-    return int((deadline - min(MAX_MARGIN_SECONDS, left / 10)) * 1e9)
+    return int((deadline - min(MAX_MARGIN_SECONDS, left / 4)) * 1e9)
 
 
 def result_of(results: Sequence[T | Failure]) -> T:

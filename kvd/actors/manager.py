@@ -172,7 +172,9 @@ class Manager:
     ) -> Runs:
         """The pages, in the order of arrival; raises OutOfPages or LeaseEnded."""
         wanted = stop - len(lease.granted)
-        if wanted > lease.namespace.arena.pool.num_pages:  # no waiting will help
+        # Beside what the lease itself holds there will never be more.
+        own = lease.num_blocks + len(lease.reserved)
+        if wanted > lease.namespace.arena.pool.num_pages - own:
             raise out_of_pages(self.shortage(lease, wanted))
         waiter = _Waiter(lease, start, stop, ahead)
         self._waiters.append(waiter)
@@ -273,28 +275,36 @@ class Manager:
 
     def _serve_waiters(self) -> None:
         """Answer the waiting reserves from the front, as far as pages go."""
+        self._dismiss_ended()
         while self._waiters:
             waiter = self._waiters[0]
-            lease = waiter.lease
-            if self.state.leases.find(lease.session, lease.id) is not lease:
-                waiter.error = LeaseEnded(f"lease {lease.id} ended while it waited for pages")
-            else:
-                answer = self.state.reserve(lease, waiter.start, waiter.stop, waiter.ahead)
-                if not isinstance(answer, Granted):
-                    self._back(lease.namespace.arena, answer.backing)
-                    return
-                self._write(answer.plan)
-                waiter.runs = runs_of(answer.pages)
+            answer = self.state.reserve(waiter.lease, waiter.start, waiter.stop, waiter.ahead)
+            if not isinstance(answer, Granted):
+                self._back(waiter.lease.namespace.arena, answer.backing)
+                return
+            self._write(answer.plan)
+            waiter.runs = runs_of(answer.pages)
             self._waiters.popleft()
             waiter.done.set()
             self._untidy.set()
+
+    def _dismiss_ended(self) -> None:
+        """Tell the waiters whose leases have ended, wherever they stand."""
+        for waiter in list(self._waiters):
+            lease = waiter.lease
+            if self.state.leases.find(lease.session, lease.id) is not lease:
+                waiter.error = LeaseEnded(f"lease {lease.id} ended while it waited for pages")
+                self._waiters.remove(waiter)
+                waiter.done.set()
 
     # --- memory ---
 
     def _back_ahead(self) -> None:
         """Have `back_ahead_bytes` of free memory ready in each arena, while the capacity lasts."""
+        # Of a small capacity no layout takes much before it is asked for.
+        size = min(self._config.back_ahead_bytes, self.state.capacity_bytes // 16)
         for arena in self.state.arenas:
-            ahead = math.ceil(self._config.back_ahead_bytes / arena.layout.page_bytes)
+            ahead = math.ceil(size / arena.layout.page_bytes)
             if (missing := ahead - arena.pool.num_free) > 0 and not arena.pool.num_backing:
                 self._back(arena, self.state.begin_backing(arena, missing))
 

@@ -56,7 +56,7 @@ class SessionTable:
     def begin(self) -> None:
         """Make the directory ready; the files of an earlier epoch are watched like ended ones."""
         self.directory.mkdir(mode=0o750, exist_ok=True)
-        for path in self.directory.glob("*.session"):
+        for path in self.directory.glob("[0-9a-f]" * 16 + ".session"):
             self._ended[int(path.stem, 16)] = path
 
     def path(self, session: int) -> Path:

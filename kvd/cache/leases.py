@@ -27,8 +27,8 @@ class Lease:
     """One lease. Its path, from the root to the end of `node`, is locked.
 
     The path has `num_blocks` blocks: those matched and those committed since. The pages reserved
-    for it are numbered over its life, so that a repeated reserve gets its first answer: `granted`
-    are those from number `num_aborted` on. `reserved` are the pages that are not committed.
+    for it are `granted` in their order, from its beginning or its last abort on, so that a repeated
+    reserve gets its first answer. `reserved` are the pages that are not committed.
     """
 
     session: int
@@ -41,16 +41,7 @@ class Lease:
     slot: int
     generation: int
     granted: Pages = field(default_factory=lambda: np.empty(0, np.int64))
-    num_aborted: int = 0
     reserved: set[int] = field(default_factory=set)
-
-    @property
-    def num_granted(self) -> int:
-        return self.num_aborted + len(self.granted)
-
-    def grants(self, start: int, stop: int) -> Pages:
-        """The pages granted as number `start` to `stop - 1`."""
-        return self.granted[start - self.num_aborted : stop - self.num_aborted]
 
 
 class LeaseTable:

@@ -241,19 +241,17 @@ class CacheState:
     # --- reserve ---
 
     def reserve(self, lease: Lease, start: int, stop: int, ahead: int = 0) -> Granted | Short:
-        """Pages number `start` to `stop - 1` of those granted to this lease over its life.
+        """Pages number `start` to `stop - 1` of those granted to this lease since its last abort.
 
         Up to `ahead` more come with them, as far as nobody need wait for memory. What was granted
         before is granted again, so that a repeat gets the first answer.
         """
-        if not lease.num_aborted <= start <= lease.num_granted:
-            raise BadRequest(
-                f"reserve from {start}: the lease holds grants {lease.num_aborted} to "
-                f"{lease.num_granted}"
-            )
-        if stop <= lease.num_granted:
-            return Granted(lease.grants(start, stop + ahead), [])
-        arena, needed = lease.namespace.arena, stop - lease.num_granted
+        have = len(lease.granted)
+        if start > have:
+            raise BadRequest(f"reserve from {start}: the lease was granted {have} pages so far")
+        if stop <= have:
+            return Granted(lease.granted[start : stop + ahead], [])
+        arena, needed = lease.namespace.arena, stop - have
         plan: Plan = []
         if short := self._make_room(arena, needed, plan):
             return short
@@ -264,7 +262,7 @@ class CacheState:
         lease.reserved.update(pages.tolist())
         plan.append(Reserved(arena.id, pages, lease.session))
         self.counters["pages_reserved"] += len(pages)
-        return Granted(lease.grants(start, lease.num_granted), plan)
+        return Granted(lease.granted[start:], plan)
 
     def _make_room(self, arena: ArenaState, count: int, plan: Plan) -> Short | None:
         """Free pages, else memory that the tier may still take, else the least recent blocks."""
@@ -272,7 +270,7 @@ class CacheState:
         missing = count - pool.num_free
         if missing <= 0:
             return None
-        if count > pool.num_pages:
+        if count > pool.num_pages:  # no memory would help
             return Short([], self.shortage(arena, count))
         backing = self.begin_backing(arena, missing - pool.num_backing)
         # Memory on its way is waited for before anything is evicted for want of it.
@@ -438,7 +436,7 @@ class CacheState:
     def abort(self, lease: Lease) -> Plan:
         """Give back the lease's uncommitted pages; a living session says that no view remains."""
         plan: Plan = []
-        lease.num_aborted, lease.granted = lease.num_granted, lease.granted[:0]
+        lease.granted = lease.granted[:0]
         self._free_reserved(lease, plan)
         return plan
 

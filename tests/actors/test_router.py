@@ -666,7 +666,7 @@ def test_a_session_without_a_mapping_ends_when_it_falls_silent() -> None:
         silent.open(maps=False)
         silent.matched(1, TOKENS, reserve=4)
         eventually(lambda: [one.session for one in mapping.status().sessions] == [mapping.session])
-        assert mapping.pages() == {"free": 128}
+        eventually(lambda: mapping.pages().keys() <= {"unbacked", "free"})
         silent.close()
         mapping.close()
 

@@ -44,7 +44,7 @@ class Cache:
         return self.state.match(session, lease_id, self.tenant(salt), packed(text)).lease
 
     def reserve(self, lease: Lease, count: int) -> list[int]:
-        have = lease.num_granted
+        have = len(lease.granted)
         answer = self.state.reserve(lease, have, have + count)
         assert isinstance(answer, Granted)
         return list(answer.pages.tolist())

@@ -39,12 +39,7 @@ class Lease:
     held: Tokens  # the tokens of all blocks that it locks
     num_matched: int
     granted: list[Page] = field(default_factory=list)  # since the last abort
-    num_aborted: int = 0
     reserved: set[Page] = field(default_factory=set)
-
-    @property
-    def num_granted(self) -> int:
-        return self.num_aborted + len(self.granted)
 
 
 @dataclass
@@ -317,7 +312,7 @@ class Model:
 
     def abort(self, lease: Lease) -> set[Page]:
         given_back = set(lease.reserved)
-        lease.num_aborted, lease.granted = lease.num_granted, []
+        lease.granted = []
         self.pages.update(dict.fromkeys(given_back, "free"))
         lease.reserved.clear()
         return given_back

@@ -223,7 +223,7 @@ class CacheAndModel(RuleBasedStateMachine):
     @rule(pick=any_number, count=st.integers(0, 24), ahead=st.integers(0, 16))
     def reserve(self, pick: int, count: int, ahead: int) -> None:
         lease, expected = self.both(pick)
-        have = expected.num_granted
+        have = len(expected.granted)
         self.do_reserve(lease, expected, have, have + count, ahead)
 
     @precondition(some_lease)
@@ -231,35 +231,26 @@ class CacheAndModel(RuleBasedStateMachine):
     def reserve_again(self, pick: int, back: int, more: int, ahead: int) -> None:
         """A range of which some, or all, was granted before."""
         lease, expected = self.both(pick)
-        start = expected.num_granted - back % (len(expected.granted) + 1)
-        self.do_reserve(lease, expected, start, max(start, expected.num_granted + more), ahead)
+        start = len(expected.granted) - back % (len(expected.granted) + 1)
+        self.do_reserve(lease, expected, start, max(start, len(expected.granted) + more), ahead)
 
     @precondition(some_lease)
     @rule(pick=any_number, beyond=st.integers(1, 3))
     def reserve_beyond_what_was_granted(self, pick: int, beyond: int) -> None:
         lease, expected = self.both(pick)
-        start = expected.num_granted + beyond
+        start = len(expected.granted) + beyond
         with pytest.raises(BadRequest):
             self.state.reserve(lease, start, start + 1)
-
-    @precondition(lambda self: any(lease.num_aborted for lease in self.model.leases.values()))
-    @rule(pick=any_number, back=st.integers(1, 3))
-    def reserve_what_was_given_back(self, pick: int, back: int) -> None:
-        lease, expected = self.both(pick)
-        start = max(expected.num_aborted - back, 0)
-        if start < expected.num_aborted:
-            with pytest.raises(BadRequest):
-                self.state.reserve(lease, start, expected.num_granted)
 
     def do_reserve(
         self, lease: Lease, expected: slow.Lease, start: int, stop: int, ahead: int = 0
     ) -> bool:
-        arena, have, base = lease.namespace.arena.id, expected.num_granted, expected.num_aborted
+        arena, have = lease.namespace.arena.id, len(expected.granted)
         if stop <= have:
             answer = self.state.reserve(lease, start, stop, ahead)
             assert isinstance(answer, Granted)
             assert [Page(arena, page) for page in answer.pages.tolist()] == (
-                expected.granted[start - base : stop + ahead - base]
+                expected.granted[start : stop + ahead]
             )
             assert answer.plan == []
             return True
@@ -283,7 +274,7 @@ class CacheAndModel(RuleBasedStateMachine):
         assert len(fresh) == count
         assert fresh == sorted(set(fresh))
         self.model.grant(expected, fresh)
-        assert granted == expected.granted[start - base :]
+        assert granted == expected.granted[start:]
         # Noted before the numbers leave the daemon.
         notes = self.books.tables[arena].records[[page.number for page in fresh]]
         assert (notes["state"] == PageState.RESERVED).all()
@@ -450,7 +441,7 @@ class CacheAndModel(RuleBasedStateMachine):
         """Reserve and commit all blocks of these tokens that the lease does not hold."""
         lease = self.state.leases.get(session, lease_id)
         expected = self.model.leases[session, lease_id]
-        have, size = expected.num_granted, self.model.block_size(expected)
+        have, size = len(expected.granted), self.model.block_size(expected)
         count = len(tokens) // size - len(expected.held) // size
         if count <= 0:
             return
@@ -462,7 +453,7 @@ class CacheAndModel(RuleBasedStateMachine):
             lease,
             expected,
             len(expected.held) // size,
-            expected.granted[have - expected.num_aborted :][:count],
+            expected.granted[have : have + count],
             tokens[len(expected.held) : len(tokens) // size * size],
         )
 

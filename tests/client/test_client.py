@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -255,10 +256,27 @@ def test_no_heartbeat_ends_a_lease_that_is_just_granted() -> None:
             assert sum(threads.map(ended, range(4))) == 0
 
 
+@pytest.mark.parametrize("timeout", [0.0001, 0.0002])
+def test_a_call_that_gives_up_while_it_is_sent_takes_no_other_with_it(
+    daemon: RunningDaemon, timeout: float
+) -> None:
+    with Client(daemon.endpoint, timeout=timeout) as client:
+
+        def hurry(_: int) -> None:
+            for _ in range(1500):
+                with contextlib.suppress(DeadlineExceeded):
+                    client.status()
+
+        assert client.wait_attached(30.0)
+        with fast_switching(), ThreadPoolExecutor(8) as threads:
+            list(threads.map(hurry, range(8)))
+        client.timeout = 30.0
+        assert client.wait_attached(10.0)
+        assert client.status().pid == daemon.pid
+
+
 @contextlib.contextmanager
 def fast_switching() -> Any:
-    import sys
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -370,7 +388,13 @@ def test_a_request_larger_than_the_daemon_takes_is_refused_and_ends_nothing(
     assert namespace.match(bytes(1 << 19)).is_open
 
 
-def test_more_pages_than_there_are_are_refused_at_once(lease: Lease) -> None:
+def test_more_pages_than_there_are_are_refused_at_once(namespace: Namespace) -> None:
+    with pytest.raises(OutOfPages, match="of 128"):
+        namespace.match([]).reserve(129 * BLOCK, timeout=3600)
+
+
+def test_what_no_release_of_others_can_give_is_refused_at_once(lease: Lease) -> None:
+    """It has 16 pages and wants 113 more, of 128."""
     with pytest.raises(OutOfPages, match="of 128"):
         lease.reserve(129 * BLOCK, timeout=3600)
 
@@ -409,16 +433,16 @@ def test_a_with_block_closes_also_after_an_exception(daemon: RunningDaemon, clie
 
 
 def test_after_close_a_match_is_a_miss_and_all_else_is_refused(
-    client: Client, namespace: Namespace, lease: Lease
+    client: Client, namespace: Namespace
 ) -> None:
+    lease = namespace.match(TOKENS)
     client.close()
     assert not namespace.match(TOKENS).is_open
     assert not lease.is_open
     with pytest.raises(DaemonUnavailable):
         client.status()
-    for use in (lambda: lease.commit(range(64)), lambda: lease.reserve(1000)):
-        with pytest.raises((LeaseEnded, DaemonUnavailable)):
-            use()
+    with pytest.raises((LeaseEnded, DaemonUnavailable)):
+        lease.reserve(1000)
     assert client.wait_attached(0.0) is False
     lease.abort()
     lease.release()

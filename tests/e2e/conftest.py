@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,12 +37,20 @@ def daemon() -> Iterator[RunningDaemon]:
 @pytest.fixture
 def client(daemon: RunningDaemon) -> Iterator[Client]:
     with Client(daemon.endpoint, timeout=30.0, name="test") as client:
+        assert client.wait_attached(30.0)
         yield client
 
 
 @pytest.fixture
 def namespace(client: Client) -> Namespace:
     return client.open(IDENTITY, LAYOUT)
+
+
+@pytest.fixture
+def tmpfs(mount: Callable[..., Path]) -> Iterator[Callable[..., Path]]:  # noqa: F811
+    """Mounts small file systems; no mapping of this process holds them at the end."""
+    yield mount
+    gc.collect()
 
 
 @pytest.fixture

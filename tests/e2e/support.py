@@ -23,7 +23,7 @@ IDENTITY = Identity("model", "main")
 LAYOUT = Layout(2, 1, 8, "float32", block_size=4)
 BLOCK = LAYOUT.block_size
 EXTENT_PAGES = 32
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 30.0
 
 # Fast, since tests wait for what happens at a heartbeat or a sweep.
 SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 60.0}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,13 +41,6 @@ def fill(directory: Path) -> Path:
         while True:
             filler.write(bytes(1 << 12))
     return path
-
-
-@pytest.fixture
-def tmpfs(mount: Mount) -> Iterator[Mount]:
-    """Mounts small file systems; nothing of a client holds them at the end."""
-    yield mount
-    gc.collect()
 
 
 def on(directory: Path, num_pages: int) -> dict[str, object]:

@@ -1,0 +1,155 @@
+"""The `kvd` command: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvd
+from kvd.testing.daemons import DaemonFailed, running_daemon
+from tests.arena.conftest import shm  # noqa: F401 - a fixture
+from tests.e2e.support import settings
+
+
+def run(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvd", *map(str, args)]
+    environment = os.environ | environment
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a kvd that did not start."""
+    assert (done.returncode, done.stdout) == (1, ""), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvd: ")
+    return line
+
+
+def test_help_tells_the_flags() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for flag in ("--config FILE", "--log-level", "--log-format", "--version"):
+        assert flag in done.stdout
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"kvd {kvd.__version__}\n"
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    done = run("--nonesuch")
+    assert done.returncode == 2
+    assert "--nonesuch" in done.stderr
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.toml"
+    assert str(path) in complaint(run("--config", path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = ", "cannot be read"),
+        ("endpiont = 1", "did you mean endpoint?"),
+        ('endpoint = "tcp://*:1"', "tcp://*:1"),
+        ('tiers = [{type = "nonesuch"}]', "known here: host"),
+        ('tiers = [{type = "host", capacity_bites = 1}]', "capacity_bites"),
+        ('tiers = [{type = "host", directory = "x"}]', "not absolute"),
+        ('tiers = [{type = "host", capacity_bytes = "1024TiB"}]', "1024TiB"),
+        ("tiers = [{}]", "known here: host"),
+        ('directory = "/proc/kvd"', "/proc/kvd"),
+        ('directory = "/dev/null/kvd"', "/dev/null"),
+        ('endpoint = "ipc:///proc/kvd/kvd.sock"', "/proc/kvd"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "kvd.toml"
+    if "endpoint" not in text and "endpiont" not in text:
+        text = f'endpoint = "ipc://{tmp_path}/kvd.sock"\n{text}'
+    path.write_text(text)
+    assert message in complaint(run("--config", path))
+
+
+def test_an_endpoint_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "kvd.toml"
+    (tmp_path / "kvd.sock").mkdir()
+    path.write_text(f'endpoint = "ipc://{tmp_path}/kvd.sock"\n')
+    assert "kvd.sock" in complaint(run("--config", path))
+    assert (tmp_path / "kvd.sock").is_dir()
+
+
+def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.write_text("precious")
+    with pytest.raises(DaemonFailed), running_daemon(settings(endpoint=f"ipc://{data}")):
+        pass
+    assert data.read_text() == "precious"
+
+
+def test_a_default_place_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can make a directory of another user")
+    place = tmp_path / "kvd-0"
+    place.mkdir(mode=0o700)
+    os.chown(place, 65534, 65534)
+    done = run(TMPDIR=str(tmp_path), XDG_RUNTIME_DIR="", KVD_ENDPOINT="")
+    assert str(place) in complaint(done)
+
+
+def test_the_ready_line_tells_where_and_how_much() -> None:
+    with running_daemon(settings()) as daemon:
+        assert daemon.ready_line == (
+            f"kvd {kvd.__version__} is ready on {daemon.endpoint}; host tier: "
+            f"up to 64KiB in {daemon.directory}"
+        )
+
+
+def test_a_log_in_json_is_json() -> None:
+    with running_daemon(settings(log={"format": "json", "level": "debug"})) as daemon:
+        daemon.stop()
+        lines = [json.loads(line) for line in daemon.log.splitlines()]
+        assert {"time", "level", "logger", "message"} <= lines[-1].keys()
+        assert (lines[-1]["logger"], lines[-1]["message"]) == ("kvd", "SIGTERM: stopping")
+
+
+# Imports all it can as root, who alone may read this Python perhaps, and is nobody then.
+AS_NOBODY = """
+import codecs, os, signal
+codecs.lookup("unicode_escape")
+import anyio._backends._asyncio, uvloop, kvd_tiers.host
+from kvd.__main__ import main
+os.setgid(65534)
+os.setuid(65534)
+signal.alarm(60)
+main()
+"""
+
+
+def test_it_runs_as_a_user_whose_directory_lies_in_somebody_elses(shm: Path) -> None:  # noqa: F811
+    """As a service does: /dev/shm, or /run, belongs to root."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    shm.chmod(0o755)
+    own = shm / "nobodys"
+    own.mkdir()
+    os.chown(own, 65534, 65534)
+    config = own / "kvd.toml"
+    config.write_text(f'endpoint = "ipc://{own}/kvd.sock"\ndirectory = "{own}"\n')
+    command = [sys.executable, "-c", AS_NOBODY, "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+        assert it.stdout
+        assert it.stderr
+        line = it.stdout.readline()
+        it.terminate()
+        assert "is ready" in line, it.stderr.read()
+        assert it.wait() == 0

@@ -1,0 +1,161 @@
+"""The host tier: pages in shared host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFailed
+from kvd.protocol.layout import Layout
+from kvd.protocol.messages import Run
+from kvd.protocol.units import ByteSize
+from kvd_tiers.host import DEFAULT_CAPACITY, HostConfig, HostTier
+from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
+from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
+from tests.e2e.support import EXTENT_PAGES, LAYOUT
+
+Mount = Callable[..., Path]
+FINGERPRINT = bytes(range(32))
+
+
+def make(directory: Path, capacity: int = 1 << 20) -> HostTier:
+    return HostTier(HostConfig(ByteSize(capacity)), directory)
+
+
+@pytest.fixture
+def tier(shm: Path) -> Iterator[HostTier]:  # noqa: F811
+    tier = make(shm / "kvd")
+    tier.open(7)
+    yield tier
+    tier.close()
+
+
+# --- capacity ---
+
+
+def test_the_default_is_a_quarter_of_the_file_system(tmpfs: Mount) -> None:  # noqa: F811
+    small = tmpfs("size=64m")
+    assert HostTier(HostConfig(), small).capacity_bytes == 16 << 20
+
+
+def test_the_default_has_a_bound(shm: Path) -> None:  # noqa: F811
+    size = os.statvfs(shm).f_blocks * os.statvfs(shm).f_frsize
+    assert HostTier(HostConfig(), shm).capacity_bytes == min(size // 4, DEFAULT_CAPACITY)
+
+
+def test_a_capacity_larger_than_the_file_system_is_refused_with_both_sizes(
+    tmpfs: Mount,  # noqa: F811
+) -> None:
+    small = tmpfs("size=64m")
+    assert make(small, 64 << 20).capacity_bytes == 64 << 20
+    with pytest.raises(ConfigError, match=r"65MiB does not fit into .* 64MiB: lower"):
+        make(small, 65 << 20)
+    with pytest.raises(ConfigError):
+        make(small / "not" / "there" / "yet", 65 << 20)
+
+
+def test_a_tier_touches_nothing_before_it_is_opened(shm: Path) -> None:  # noqa: F811
+    make(shm / "kvd").close()
+    assert not (shm / "kvd").exists()
+
+
+# --- open and close ---
+
+
+def test_one_tier_owns_a_directory(tier: HostTier) -> None:
+    with pytest.raises(AlreadyRunning, match=str(tier.directory)):
+        make(tier.directory).open(8)
+
+
+def test_a_closed_tier_lets_go_of_its_directory(shm: Path) -> None:  # noqa: F811
+    for epoch in (1, 2, 3):
+        tier = make(shm / "kvd")
+        tier.open(epoch)
+        tier.create_arena(LAYOUT, FINGERPRINT)
+        tier.close()
+    assert [path.name for path in (shm / "kvd").iterdir()] == ["host.lock"]
+
+
+def test_what_an_earlier_epoch_left_is_removed(shm: Path) -> None:  # noqa: F811
+    directory = shm / "kvd"
+    directory.mkdir()
+    for name in ("0-0.arena", "0-0.pages", "notes.txt"):
+        (directory / name).touch()
+    tier = make(directory)
+    tier.open(1)
+    assert sorted(path.name for path in directory.iterdir()) == ["host.lock", "notes.txt"]
+    tier.close()
+
+
+def test_a_directory_of_another_user_is_refused(shm: Path) -> None:  # noqa: F811
+    if os.getuid() != 0:
+        pytest.skip("only root can make a directory of another user")
+    directory = shm / "theirs"
+    directory.mkdir()
+    os.chown(directory, 65534, 65534)
+    with pytest.raises(ConfigError, match="belongs to"):
+        make(directory).open(1)
+
+
+# --- arenas ---
+
+
+def test_an_arena_has_the_whole_capacity_and_no_memory_yet(tier: HostTier) -> None:
+    arena = tier.create_arena(LAYOUT, FINGERPRINT)
+    assert (arena.num_pages, arena.extent_pages) == (2048, EXTENT_PAGES)
+    assert arena.path.stat().st_size == 1 << 20
+    assert arena.backed_bytes == 0
+    assert arena.table.num_pages == 2048
+
+
+def test_two_layouts_have_an_arena_each(tier: HostTier) -> None:
+    one = tier.create_arena(LAYOUT, FINGERPRINT)
+    two = tier.create_arena(Layout(1, 2, 8, "float32", block_size=4), FINGERPRINT)
+    assert one.path != two.path
+    one.back(Run(0, EXTENT_PAGES))
+    assert (one.backed_bytes, two.backed_bytes) == (EXTENT_PAGES * LAYOUT.page_bytes, 0)
+
+
+def test_memory_is_given_and_taken_by_extents(tier: HostTier) -> None:
+    arena = tier.create_arena(LAYOUT, FINGERPRINT)
+    arena.back(Run(0, 3 * EXTENT_PAGES))
+    arena.unback(Run(EXTENT_PAGES, EXTENT_PAGES))
+    assert arena.backed_bytes == 2 * EXTENT_PAGES * LAYOUT.page_bytes
+
+
+def test_a_layout_of_which_no_extent_fits_is_refused(tier: HostTier) -> None:
+    with pytest.raises(BadRequest, match="raise its capacity_bytes"):
+        tier.create_arena(Layout(32, 8, 128, "bfloat16"), FINGERPRINT)
+
+
+def test_a_full_file_system_is_a_failure_that_leaves_no_file(tmpfs: Mount) -> None:  # noqa: F811
+    small = tmpfs("size=64k")
+    tier = make(small, 64 << 10)
+    tier.open(1)
+    (small / "filler").write_bytes(bytes(56 << 10))
+    before = set(small.iterdir())
+    with pytest.raises(TierFailed, match="page table"):
+        tier.create_arena(LAYOUT, FINGERPRINT)
+    assert set(small.iterdir()) == before
+    (small / "filler").unlink()
+    tier.create_arena(LAYOUT, FINGERPRINT)
+    tier.close()
+
+
+def test_a_file_system_without_inodes_is_a_failure(tmpfs: Mount) -> None:  # noqa: F811
+    small = tmpfs("size=1m,nr_inodes=2")  # its root, and the lock
+    with closing(make(small)) as tier:
+        tier.open(1)
+        with pytest.raises(TierFailed):
+            tier.create_arena(LAYOUT, FINGERPRINT)
+
+
+def test_files_are_not_for_everybody(tier: HostTier) -> None:
+    arena = tier.create_arena(LAYOUT, FINGERPRINT)
+    assert tier.directory.stat().st_mode & 0o777 == 0o750
+    assert arena.path.stat().st_mode & 0o007 == 0
+    assert arena.path.with_suffix(".pages").stat().st_mode & 0o777 == 0o600
