@@ -27,9 +27,8 @@ def main() -> None:
         config = msgspec.structs.replace(config, log=_log_config(config.log, args))
         _set_up_logging(config.log)
         anyio.run(_serve, config, backend_options={"use_uvloop": True})
-    except* KvdError as group:
-        for error in _leaves(group):
-            print(f"kvd: {error}", file=sys.stderr)
+    except KvdError as error:
+        print(f"kvd: {error}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -63,13 +62,6 @@ async def _serve(config: Config) -> None:
             async for number in signals:
                 logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
                 break
-
-
-def _leaves(group: BaseExceptionGroup[KvdError]) -> list[KvdError]:
-    leaves: list[KvdError] = []
-    for error in group.exceptions:
-        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return leaves
 
 
 class _JsonFormatter(logging.Formatter):

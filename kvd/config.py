@@ -21,6 +21,10 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 
 
+MIN_REQUEST_BYTES = 64 << 10
+MAX_REQUEST_BYTES = 1 << 40
+
+
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Eviction starts in the background above `high_watermark` and stops at `low_watermark`.
 
@@ -79,6 +83,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.cache.low_watermark > self.cache.high_watermark:
             raise ConfigError("cache: low_watermark is above high_watermark")
+        if not MIN_REQUEST_BYTES <= self.limits.request_bytes <= MAX_REQUEST_BYTES:
+            raise ConfigError(
+                f"limits: request_bytes is {self.limits.request_bytes}; it may be from "
+                f"{MIN_REQUEST_BYTES} to {MAX_REQUEST_BYTES}"
+            )
         if self.directory and not Path(self.directory).is_absolute():
             raise ConfigError(f"directory {self.directory!r} is not an absolute path")
         if len(self.tiers) != 1:

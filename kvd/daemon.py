@@ -19,9 +19,10 @@ from kvd.actors.router import Router
 from kvd.actors.sessions import SessionTable
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
-from kvd.arena.owner import OwnerLock, private_directory
+from kvd.arena.owner import OwnerLock, make_directory, private_directory
 from kvd.config import Config
 from kvd.protocol.endpoint import is_default, socket_path
+from kvd.protocol.errors import TierFailed
 from kvd.tiers.registry import load_tier
 
 if TYPE_CHECKING:
@@ -47,9 +48,23 @@ class Daemon(AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        try:
+            async with self._running():
+                yield self
+        except BaseExceptionGroup as group:
+            # The task groups below are our own affair: who raised one error gets that one.
+            if len(leaves := _leaves(group)) == 1:
+                raise leaves[0] from leaves[0].__cause__
+            raise
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncGenerator[None]:
         with closing(await to_thread.run_sync(self._own_endpoint)), closing(self._own_directory()):
             header_path = self.directory / "header"
-            header = create_header(header_path)
+            try:
+                header = create_header(header_path)
+            except OSError as error:
+                raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
             tier = TierActor(self.tier)
             self._manager = Manager(self.config.cache, self.config.limits, tier, header)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
@@ -66,7 +81,7 @@ class Daemon(AsyncContextManagerMixin):
                         await above.start(self._manager.run)
                         await above.start(router.run)
                         try:
-                            yield self
+                            yield
                         finally:
                             router.close()
                             self._manager.close()
@@ -85,7 +100,7 @@ class Daemon(AsyncContextManagerMixin):
         if is_default(self.endpoint):
             private_directory(path.parent, 0o700)
         else:
-            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            make_directory(path.parent, 0o750)
         return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
 
     def _own_directory(self) -> OwnerLock:
@@ -93,3 +108,10 @@ class Daemon(AsyncContextManagerMixin):
             private_directory(self.directory.parent)
         private_directory(self.directory)
         return OwnerLock(self.directory / "daemon.lock", str(self.directory))
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves

@@ -87,7 +87,7 @@ class Connection:
         self.settled = threading.Event()  # the link is up or down, not on its way
         self.up = threading.Event()
         self._outbox: deque[Call] = deque()
-        self._lingering: list[Lease] = []
+        self._lingering: deque[Lease] = deque()
         self._wake = _Wake()
         self._last_beat = 0.0
         self._closing = False
@@ -182,14 +182,17 @@ class Connection:
         """Send what lies there; whether there was anything to send."""
         sent = False
         while self._outbox:
-            call = self._outbox[0]
+            try:
+                call = self._outbox.popleft()
+            except IndexError:  # withdrawn meanwhile
+                break
             try:
                 self.core.send(call)
                 self._socket.send_multipart(call.frames, zmq.NOBLOCK)
             except zmq.Again:  # no connection yet, or not any more
                 self.core.forget(call)
+                self._outbox.appendleft(call)
                 break
-            self._outbox.popleft()
             sent = True
         return sent
 
@@ -216,7 +219,10 @@ class Connection:
         self.core.disconnected()
 
     def _release_lingering(self) -> None:
-        self._lingering = [lease for lease in self._lingering if not lease.release_quietly()]
+        for _ in range(len(self._lingering)):
+            lease = self._lingering.popleft()
+            if not lease.release_quietly():
+                self._lingering.append(lease)
 
     def _finish(self) -> None:
         self._detach()
@@ -295,7 +301,10 @@ class Client:
         return self._ask(Call(request), deadline, StatusReply)  # needs no session
 
     def close(self) -> None:
-        """Detach. Leases that are still open end; their pages are freed when no view is left."""
+        """Detach. Leases that are still open end; their pages are freed when no view is left.
+
+        Other processes of the session must have let go of its pages before.
+        """
         for lease in list(self._leases):
             lease.release_quietly()
         for namespace in list(self._namespaces):
@@ -359,16 +368,27 @@ class Client:
             raise DeadlineExceeded(
                 f"no answer from {self.endpoint} within the deadline: is kvd running?"
             )
-        if call.error is not None:
-            raise call.error
+        error, call.error = call.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del (
+                    error
+                )  # else the error holds this frame, the frame the error, and both the arena
         assert isinstance(call.reply, kind)
         return call.reply
 
     def post(self, session: Session, request: AnyRequest) -> None:
         """Send what needs no answer."""
-        connection = self.connection
-        if connection.core.session is session:
-            connection.post(Call(request))
+        # A forked child has nothing of its parent's to end, and does not attach for it.
+        if os.getpid() == self._pid and self._connection.core.session is session:
+            self._connection.post(Call(request))
+
+    def linger(self, lease: Lease) -> None:
+        """Release a lease when the last writable view of its pages is gone."""
+        if os.getpid() == self._pid:
+            self._connection.linger(lease)
 
     def granted(self, lease: Lease) -> Lease:
         self._leases.add(lease)
@@ -376,8 +396,7 @@ class Client:
 
     def released(self, session: Session, lease_id: int) -> None:
         """End a lease; an answer is not waited for, since the next request comes behind it."""
-        core = self.connection.core
-        core.living.pop(lease_id, None)
+        self._connection.core.living.pop(lease_id, None)
         self.post(session, ReleaseRequest(id=NO_REPLY, epoch=session.epoch, leases=(lease_id,)))
 
     def next_id(self) -> int:

@@ -328,7 +328,7 @@ class Lease:
 
     def _let_go(self) -> None:
         if not self.release_quietly():
-            self._client.connection.linger(self)
+            self._client.linger(self)
 
     def _check_exports(self, stop: int) -> None:
         self._exports = [export for export in self._exports if export.root() is not None]

@@ -102,6 +102,7 @@ class Manager:
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
         self._untidy = anyio.Event()
+        self._begun: list[tuple[ArenaState, Run]] = []
         self._closing = False
         self._tasks: TaskGroup | None = None
 
@@ -112,6 +113,9 @@ class Manager:
             while not self._closing:
                 await self._untidy.wait()
                 self._untidy = anyio.Event()
+                begun, self._begun = self._begun, []
+                for arena, piece in begun:
+                    self._tasks.start_soon(self._back_piece, arena, piece)
                 self._carry_out(self.state.trim())
                 self._back_ahead()
             self._tasks.cancel_scope.cancel()
@@ -309,10 +313,10 @@ class Manager:
                 self._back(arena, self.state.begin_backing(arena, missing))
 
     def _back(self, arena: ArenaState, runs: Sequence[Run]) -> None:
-        assert self._tasks is not None
+        """Have memory given. Tasks are started by `run`: this is called from no task of its own."""
         for run in runs:
-            for piece in backing_pieces(self._arenas[arena.id], run):
-                self._tasks.start_soon(self._back_piece, arena, piece)
+            self._begun += [(arena, piece) for piece in backing_pieces(self._arenas[arena.id], run)]
+            self._untidy.set()
 
     async def _back_piece(self, arena: ArenaState, piece: Run) -> None:
         try:

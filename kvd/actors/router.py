@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVarTuple, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVarTuple, assert_never
 
 import anyio
 import zmq
@@ -27,6 +27,7 @@ from kvd.protocol.codec import TOKEN_BYTES, decode_request, encode, failure, req
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import (
     BadRequest,
+    ConfigError,
     DeadlineExceeded,
     KvdError,
     LimitExceeded,
@@ -84,6 +85,8 @@ logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 
+_Work: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ...]]
+
 # After so many messages other callbacks have their turn.
 DRAIN_BATCH = 256
 
@@ -104,48 +107,62 @@ class Router:
         self._epoch = epoch
         self._header = header
         self._started = time.monotonic()
-        self._closing = anyio.Event()
+        # Work that must be awaited, from the socket's callback, which is no task and starts none.
+        self._work: list[_Work] = []
+        self._stirred = anyio.Event()
+        self._is_closing = False
         self.counters: Counter[str] = Counter()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, config.limits.request_bytes)
-        self._tasks: TaskGroup | None = None
 
     # --- life ---
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve the endpoint until close()."""
+        """Serve the endpoint until close(); raises ConfigError where it cannot be bound."""
         self._loop = asyncio.get_running_loop()
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                self._bind()
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as self._socket:
+            self._bind()
+            try:
                 self._loop.add_reader(self._socket.fileno(), self._drain)
                 # The descriptor tells of changes alone: what came before is read now.
                 self._loop.call_soon(self._drain)
-                self._tasks.start_soon(self._sweep)
-                task_status.started()
-                await self._closing.wait()
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._sweep)
+                    task_status.started()
+                    await self._start_work(tasks)
+                    tasks.cancel_scope.cancel()
+            finally:
+                self._is_closing = True
                 self._loop.remove_reader(self._socket.fileno())
-                self._tasks.cancel_scope.cancel()
-        finally:
-            self._socket.close()
-            self._context.term()
-            socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
+                socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Take no more requests."""
-        self._closing.set()
+        self._is_closing = True
+        self._stirred.set()
+
+    async def _start_work(self, tasks: TaskGroup) -> None:
+        while not self._is_closing:
+            await self._stirred.wait()
+            self._stirred = anyio.Event()
+            work, self._work = self._work, []
+            for function, args in work:
+                tasks.start_soon(function, *args)
 
     def _bind(self) -> None:
         path = socket_path(self._config.resolved_endpoint)
-        self._socket.bind(f"ipc://{path}")
+        if path.exists() and not path.is_socket():  # ZeroMQ would remove it
+            raise ConfigError(f"{path} is there and is no socket: choose another endpoint")
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._config.limits.request_bytes)
+        try:
+            self._socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{path} cannot be bound: {error.strerror}") from error
         path.chmod(0o660)
 
     def _drain(self) -> None:
         for _ in range(DRAIN_BATCH):
-            if self._closing.is_set():
+            if self._is_closing:
                 return
             # Cheaper than the exception that an empty socket raises.
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -232,9 +249,11 @@ class Router:
                 self._manager.release_others(session.id, request.leases)
                 self._done(session, request)
             case ReleaseRequest():
+                self._check_batch(len(request.leases))
                 self._manager.release(session.id, request.leases)
                 self._done(session, request)
             case AbortRequest():
+                self._check_batch(len(request.leases))
                 self._manager.abort(session.id, request.leases)
                 self._done(session, request)
             case CloseRequest():
@@ -468,8 +487,8 @@ class Router:
         return max(0.0, min(left, self._config.limits.wait_seconds))
 
     def _start(self, function: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
-        assert self._tasks is not None
-        self._tasks.start_soon(function, *args)
+        self._work.append((function, args))
+        self._stirred.set()
 
     def _status(self, request: StatusRequest) -> StatusReply:
         state = self._manager.state

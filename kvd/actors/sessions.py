@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.arena.membership import create_session_file, remove_if_unheld
-from kvd.protocol.errors import LimitExceeded, NotAttached
+from kvd.protocol.errors import LimitExceeded, NotAttached, TierFailed
 
 if TYPE_CHECKING:
     from kvd.config import LimitConfig, SessionConfig
@@ -67,7 +67,10 @@ class SessionTable:
         if len(self._by_identity) >= self._limits.sessions:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
         session = Session(secrets.randbits(63) | 1, identity, client, pid)
-        create_session_file(self.path(session.id))
+        try:
+            create_session_file(self.path(session.id))
+        except OSError as error:
+            raise TierFailed(f"no room for a session in {self.directory}: {error}") from error
         self._by_identity[identity] = session
         return session
 

@@ -5,8 +5,10 @@ Never `multiprocessing.shared_memory`: its resource tracker deletes other people
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,9 +74,24 @@ class HostArena:
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that keeps its process a member: the lock lives as long as any view does."""
+    """A mapping that keeps its process a member: the lock lives as long as any view does.
+
+    A forked child has the object but not the mapping (MADV_DONTFORK): where that was, the child may
+    soon have its heap. There the object must never be freed, for it would unmap what it finds.
+    """
 
     lock: SessionLock
+
+
+_mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
+def _keep_for_ever() -> None:
+    for mapping in list(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 class MappedArena:
@@ -122,6 +139,7 @@ class MappedArena:
 def _map(fd: int, size: int, prot: int, lock: SessionLock) -> mmap.mmap:
     mapping = _Mapping(fd, size, flags=mmap.MAP_SHARED, prot=prot)
     mapping.lock = lock
+    _mappings.add(mapping)
     mapping.madvise(mmap.MADV_DONTFORK)
     mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping

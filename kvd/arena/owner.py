@@ -5,7 +5,6 @@ ZeroMQ lets a second process bind the same ipc path silently; this does not.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import stat
@@ -20,7 +19,10 @@ class OwnerLock:
 
     def __init__(self, path: Path, what: str) -> None:
         """Raises AlreadyRunning where somebody else owns `what`."""
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be used as a lock: {error.strerror}") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -37,10 +39,19 @@ class OwnerLock:
             self._fd = -1
 
 
+def make_directory(path: Path, mode: int) -> None:
+    """Make a directory where there is nothing yet; raises ConfigError where that cannot be."""
+    try:
+        path.mkdir(mode=mode, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror}") from error
+
+
 def private_directory(path: Path, mode: int = 0o750) -> None:
     """Make a directory of our own; refuses one that somebody else made (ConfigError)."""
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=mode, parents=True)
+    make_directory(path, mode)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(f"{path} is not a directory that belongs to user {os.geteuid()}")

@@ -26,7 +26,10 @@ def load_tier(section: Mapping[str, Any], directory: Path) -> MemoryTier:
         raise ConfigError(
             f"tiers: unknown type {kind!r}; known here: {', '.join(sorted(known)) or 'none'}"
         )
-    tier_class: type[MemoryTier] = known[kind].load()
+    try:
+        tier_class: type[MemoryTier] = known[kind].load()
+    except Exception as error:  # whatever a plugin's module does when it is imported
+        raise ConfigError(f"tiers, type {kind}: cannot be imported: {error}") from error
     own = {key: value for key, value in section.items() if key != "type"}
     try:
         config = msgspec.convert(own, tier_class.Config, dec_hook=decode_size)

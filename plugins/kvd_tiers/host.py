@@ -43,7 +43,10 @@ class HostTierArena(TierArena):
         self.num_pages = num_pages
         self.extent_pages = extent_pages
         self._table_path = path.with_suffix(".pages")
-        self._arena = HostArena(path, layout, num_pages)
+        try:
+            self._arena = HostArena(path, layout, num_pages)
+        except OSError as error:
+            raise TierFailed(f"{path} cannot be made: {error.strerror}") from error
         try:
             self.table = create_page_table(self._table_path, layout, num_pages)
         except OSError as error:
@@ -80,12 +83,6 @@ class HostTier(MemoryTier):
         if not self.directory.is_absolute():
             raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
         size = _file_system_bytes(self.directory)
-        if not config.capacity_bytes and size < SMALL_BYTES:
-            logger.warning(
-                "%s has only %s: give it more (containers: --shm-size) or set capacity_bytes",
-                self.directory,
-                format_bytes(size),
-            )
         self.capacity_bytes = config.capacity_bytes or min(size // 4, DEFAULT_CAPACITY)
         if self.capacity_bytes > size:
             raise ConfigError(
@@ -94,6 +91,7 @@ class HostTier(MemoryTier):
                 "lower capacity_bytes or enlarge the file system (/dev/shm of a container: "
                 "--shm-size)"
             )
+        self._is_small = not config.capacity_bytes and size < SMALL_BYTES
         self._arenas: list[HostTierArena] = []
         self._epoch = 0
         self._lock: OwnerLock | None = None
@@ -105,6 +103,13 @@ class HostTier(MemoryTier):
         for left in [*self.directory.glob("*.arena"), *self.directory.glob("*.pages")]:
             left.unlink(missing_ok=True)
         self._granule = huge_page_bytes(self.directory)
+        if self._is_small:
+            logger.warning(
+                "%s gives only %s: enlarge its file system (containers: --shm-size) or set "
+                "capacity_bytes",
+                self.directory,
+                format_bytes(self.capacity_bytes),
+            )
 
     def create_arena(self, layout: Layout, fingerprint: bytes) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)

@@ -59,13 +59,13 @@ async def test_calls_are_done_one_after_the_other_in_their_order() -> None:
         busy.release()
 
     async with create_task_group() as tasks:
-        for number in range(20):
+        for number in range(6):
             tasks.start_soon(clerk.do, work, number)
             await anyio.wait_all_tasks_blocked()
         await tasks.start(clerk.run)
-        await until(lambda: len(order) == 20)
+        await until(lambda: len(order) == 6)
         clerk.close()
-    assert order == list(range(20))
+    assert order == list(range(6))
 
 
 async def test_a_full_mailbox_makes_its_callers_wait_and_loses_nothing() -> None:

@@ -24,6 +24,7 @@ LAYOUT = Layout(2, 1, 8, "float32", block_size=4)
 BLOCK = LAYOUT.block_size
 EXTENT_PAGES = 32
 PATIENCE_SECONDS = 30.0
+UNUSED = {"unbacked", "free"}
 
 # Fast, since tests wait for what happens at a heartbeat or a sweep.
 SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 60.0}
@@ -105,6 +106,11 @@ def pages(client: Client) -> dict[str, int]:
     """How many pages are in each state, where there are some."""
     (tier,) = client.status().tiers
     return {state: count for state, count in tier.pages.items() if count}
+
+
+def held(client: Client) -> dict[str, int]:
+    """How many pages are in each state in which they are of use or out of use."""
+    return {state: count for state, count in pages(client).items() if state not in UNUSED}
 
 
 def pages_in(client: Client, state: str) -> int:
