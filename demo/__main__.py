@@ -101,7 +101,7 @@ class Demo:
 
     def compare(self) -> dict[str, Any]:
         worker = self.start_worker("plain transformers")
-        say("every answer is compared with a run without kvd, token by token")
+        say("every answer is compared with a run without kvd, token by token: a minute")
         worker.tell(json.dumps(self.runs))
         said: dict[str, Any] = json.loads(worker.line())
         for run, same in zip(self.runs, said["verdicts"], strict=True):
