@@ -55,6 +55,9 @@ R = TypeVar("R", bound=AnyReply)
 PROBE_SECONDS = 0.1
 PROBE_PATIENCE_SECONDS = 1.0
 DETACH_SECONDS = 0.5
+# A shorter silence says nothing of the daemon: one caller's tiny timeout is nobody else's outage.
+SUSPECT_SECONDS = 0.2
+MAX_NAME = 64
 
 
 class _Wake:
@@ -265,7 +268,8 @@ class Client:
         """Begin to attach, without waiting. Raises ConfigError for an endpoint that cannot be."""
         self.endpoint = endpoint or client_endpoint()
         self.timeout = timeout
-        self.name = name or f"{os.path.basename(sys.argv[0]) or 'python'}"
+        given = name or os.path.basename(sys.argv[0]) or "python"
+        self.name = given.encode(errors="replace").decode(errors="replace")[:MAX_NAME]
         # What maps memory for this client: while it does, its pages could still be written.
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
@@ -328,7 +332,10 @@ class Client:
             session = core.session
             if core.link is Link.ATTACHED and session is not None:
                 return session
-            if not connection.settled.wait(deadline - time.monotonic()):
+            left = deadline - time.monotonic()
+            if not connection.settled.wait(left):
+                if left < SUSPECT_SECONDS:
+                    raise DeadlineExceeded(f"{left} s were too short to attach")
                 connection.suspect()
         why = f"refuses: {core.refusal}" if core.refusal else "does not answer"
         raise DaemonUnavailable(f"kvd on {self.endpoint} {why}")
@@ -356,14 +363,15 @@ class Client:
 
     def _ask(self, call: Call, deadline: float, kind: type[R]) -> R:
         connection = self.connection
-        heard = connection.core.num_received
+        started, heard = time.monotonic(), connection.core.num_received
         connection.post(call)
         try:
             answered = call.wait(deadline - time.monotonic())
         finally:
             connection.withdraw(call)
         if not answered:
-            if connection.core.num_received == heard:
+            silence = time.monotonic() - started
+            if silence >= SUSPECT_SECONDS and connection.core.num_received == heard:
                 connection.suspect()
             raise DeadlineExceeded(
                 f"no answer from {self.endpoint} within the deadline: is kvd running?"

@@ -93,6 +93,8 @@ def generate(
     `input_ids` is `[1, tokens]`, without padding. Raises Unsupported for more than one sequence,
     beams, assisted decoding and models that kvd cannot hold.
     """
+    if arguments.get("inputs_embeds") is not None:
+        raise Unsupported("kvd knows prompts by their token ids: leave inputs_embeds out")
     random_state = torch.get_rng_state()
     if streamer is not None:
         arguments["streamer"] = streamer = _OnceStreamer(streamer)
@@ -131,6 +133,9 @@ class KvdCache(Cache):
     Pass it to `generate` or to the model by `**cache.as_kwargs()`, with the full prompt to
     `generate` and the tokens that follow `get_seq_length()` to the model. Only under no_grad, for
     one sequence, without padding; it cannot be cropped. Close it, or use it in a `with`.
+
+    The KV is the caller's word: a pass over other ids than the prompt's, over embeddings, or with
+    hooks that change what the layers compute is committed as the prompt's all the same.
     """
 
     def __init__(self, namespace: Namespace | None, model: PreTrainedModel, input_ids: Tensor):

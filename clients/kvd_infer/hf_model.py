@@ -19,16 +19,15 @@ UNSTABLE_ROPE = ("dynamic", "longrope")
 def identity_of(
     model: PreTrainedModel, revision: str | None = None, *, adapter: str = ""
 ) -> Identity:
-    """Which model this is; without a revision the hub's commit, else a digest of all weights.
+    """Which model this is; without a revision, by a digest of all weights as they are now.
 
-    The digest reads every weight, about a second per gigabyte: name a revision where there is one.
-    Raises Unsupported for adapters that `adapter` does not name.
+    The digest reads every weight, about a second per gigabyte. A revision that is named is the
+    caller's word for all of them: weights changed in memory (merged adapters, training, pruning)
+    are another revision. Raises Unsupported for adapters that `adapter` does not name.
     """
     config = model.config
-    if getattr(model, "_hf_peft_config_loaded", False) and not adapter:
+    if not adapter and _has_adapter(model):
         raise Unsupported("the model has an adapter: name it, with its version, as `adapter`")
-    if revision is None and getattr(config, "quantization_config", None) is None:
-        revision = getattr(config, "_commit_hash", None)
     positions = {
         "rope": getattr(config, "rope_parameters", None),
         "max_positions": getattr(config, "max_position_embeddings", None),
@@ -38,6 +37,13 @@ def identity_of(
         revision=revision or _digest(model),
         adapter=adapter,
         positions=_canonical(positions),
+    )
+
+
+def _has_adapter(model: PreTrainedModel) -> bool:
+    """Loaded by transformers, or put around its layers by peft."""
+    return getattr(model, "_hf_peft_config_loaded", False) or any(
+        ".base_layer" in name or "lora_" in name for name, _ in model.named_modules()
     )
 
 

@@ -309,7 +309,10 @@ class Manager:
         size = min(self._config.back_ahead_bytes, self.state.capacity_bytes // 16)
         for arena in self.state.arenas:
             ahead = math.ceil(size / arena.layout.page_bytes)
-            if (missing := ahead - arena.pool.num_free) > 0 and not arena.pool.num_backing:
+            pool = arena.pool
+            if not pool.num_backed:  # a layout of which nothing was reserved yet needs nothing
+                continue
+            if (missing := ahead - pool.num_free) > 0 and not pool.num_backing:
                 self._back(arena, self.state.begin_backing(arena, missing))
 
     def _back(self, arena: ArenaState, runs: Sequence[Run]) -> None:

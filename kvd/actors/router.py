@@ -145,7 +145,16 @@ class Router:
             self._stirred = anyio.Event()
             work, self._work = self._work, []
             for function, args in work:
-                tasks.start_soon(function, *args)
+                tasks.start_soon(self._run_guarded, function, args)
+
+    async def _run_guarded(
+        self, function: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]
+    ) -> None:
+        """A fault of ours is one request's alone, whose client runs into its deadline."""
+        try:
+            await function(*args)
+        except Exception:
+            logger.exception("reason=internal %s failed", function.__name__)
 
     def _bind(self) -> None:
         path = socket_path(self._config.resolved_endpoint)

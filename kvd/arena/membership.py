@@ -107,7 +107,8 @@ def _probe(path: Path, *, remove: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        # Somebody else removed it, and with it the only way to tell: the processes may live.
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if remove:

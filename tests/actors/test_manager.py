@@ -261,9 +261,9 @@ async def test_some_memory_is_ready_ahead(shm: Path) -> None:  # noqa: F811
     ahead = CacheConfig(back_ahead_bytes=8 * LAYOUT.page_bytes)  # type: ignore[arg-type]
     async with running(shm / "kvd", config=ahead) as cache:
         size = cache.manager.state.arenas[0].pool.extent_pages
-        await until(lambda: cache.counts() == {"unbacked": 128 - size, "free": size})
         count = size - 7
-        assert cache.manager.reserve_now(cache.match(), 0, count, 0) is not None
+        assert cache.counts() == {"unbacked": 128}  # nothing before the first reserve
+        await cache.manager.reserve(cache.match(), 0, count, 0, 30)
         left = {"unbacked": 128 - 2 * size, "free": 2 * size - count, "reserved": count}
         await until(lambda: cache.counts() == left)
 

@@ -402,6 +402,20 @@ def test_what_no_release_of_others_can_give_is_refused_at_once(lease: Lease) -> 
         lease.reserve(129 * BLOCK, timeout=3600)
 
 
+def test_a_tiny_timeout_is_nobody_elses_outage(client: Client, namespace: Namespace) -> None:
+    assert client.wait_attached(30.0)
+    for _ in range(20):
+        namespace.match(TOKENS, timeout=1e-6)
+        with namespace.match(TOKENS, timeout=30.0) as lease:
+            assert lease.is_open
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\\ud800"])
+def test_every_name_will_do(daemon: RunningDaemon, name: str) -> None:
+    with Client(daemon.endpoint, timeout=30.0, name=name) as client:
+        assert client.wait_attached(30.0)
+
+
 def test_a_deadline_that_is_already_over_is_a_miss(client: Client, namespace: Namespace) -> None:
     assert client.wait_attached(30.0)
     for timeout in (0.0, -1.0, 1e-6):

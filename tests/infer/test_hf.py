@@ -631,11 +631,25 @@ def test_keys_that_depend_on_the_prompt_s_length_are_refused() -> None:
 # --- identity ----------------------------------------------------------------------------------
 
 
-def test_revision_is_given_or_the_hub_s_or_a_digest(plain: LlamaForCausalLM) -> None:
+def test_revision_is_given_or_a_digest(plain: LlamaForCausalLM) -> None:
     assert identity_of(plain, "r1").revision == "r1"
     assert len(identity_of(plain).revision) == 64
-    plain.config._commit_hash = "c0ffee"
-    assert identity_of(plain).revision == "c0ffee"
+    plain.config._commit_hash = "c0ffee"  # says where the weights came from, not what they are now
+    assert len(identity_of(plain).revision) == 64
+
+
+def test_layers_with_an_adapter_around_them_are_refused_until_it_is_named(
+    plain: LlamaForCausalLM,
+) -> None:
+    plain.model.layers[0].lora_A = torch.nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match="adapter"):
+        identity_of(plain)
+    assert identity_of(plain, adapter="mine@3").adapter == "mine@3"
+
+
+def test_embeddings_in_place_of_ids_are_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(Unsupported, match="inputs_embeds"):
+        generate(model, None, torch.arange(4)[None], inputs_embeds=torch.zeros(1, 4, 64))
 
 
 def test_digest_tells_weights_apart(plain: LlamaForCausalLM, model: LlamaForCausalLM) -> None:
