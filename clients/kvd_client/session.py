@@ -71,7 +71,13 @@ class Session:
 
 
 class Link(Enum):
-    """How the daemon stands, as far as the client knows."""
+    """How the daemon stands, as far as the client knows.
+
+    ATTACHING: at the start, and when a reply says that the session is over (`Core.receive`).
+    ATTACHED: when attach is granted, and at any reply while there is a session (`Core.receive`).
+    DOWN: when the connection is lost (`Core.disconnected`), attach is refused (`Core.receive`), or a
+    deadline passes in silence (`Connection.suspect`). From there the probes lead back.
+    """
 
     ATTACHING = "attaching"  # worth waiting for, within a deadline
     ATTACHED = "attached"
