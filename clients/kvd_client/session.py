@@ -75,8 +75,8 @@ class Link(Enum):
 
     ATTACHING: at the start, and when a reply says that the session is over (`Core.receive`).
     ATTACHED: when attach is granted, and at any reply while there is a session (`Core.receive`).
-    DOWN: when the connection is lost (`Core.disconnected`), attach is refused (`Core.receive`), or a
-    deadline passes in silence (`Connection.suspect`). From there the probes lead back.
+    DOWN: when the connection is lost (`Core.disconnected`), attach is refused (`Core.receive`), or
+    a deadline passes in silence (`Connection.suspect`). From there the probes lead back.
     """
 
     ATTACHING = "attaching"  # worth waiting for, within a deadline
