@@ -103,10 +103,6 @@ def pack_tokens(tokens: TokenIds) -> Tokens:
     return ids.astype("<u4").tobytes()
 
 
-def unpack_tokens(tokens: Tokens) -> NDArray[np.uint32]:
-    return np.frombuffer(tokens, "<u4")
-
-
 def failure(error: KvdError) -> Failure:
     return Failure(error.code, error.message, error.details)
 

@@ -29,7 +29,6 @@ from kvd.protocol.codec import (
     failure,
     pack_tokens,
     request_id,
-    unpack_tokens,
 )
 from kvd.protocol.errors import ERRORS, BadRequest, KvdError, OutOfPages, error_from_wire
 from kvd.protocol.keys import Identity
@@ -226,7 +225,7 @@ def test_a_field_of_a_newer_peer_is_ignored(frame: bytes, message: Any) -> None:
 @pytest.mark.parametrize("version", GOLDEN)
 def test_golden_tokens_are_little_endian_words(version: int) -> None:
     frame = bytes.fromhex(json.loads(golden_path(version).read_text())["tokens"])
-    assert unpack_tokens(frame).tolist() == GOLDEN_TOKENS
+    assert np.frombuffer(frame, "<u4").tolist() == GOLDEN_TOKENS
     assert pack_tokens(GOLDEN_TOKENS) == frame
 
 
@@ -426,7 +425,7 @@ def test_the_id_of_a_request_is_found_when_nothing_else_can_be_read() -> None:
 @given(st.lists(st.integers(0, (1 << 32) - 1)))
 def test_tokens_come_back_as_they_were_packed(tokens: list[int]) -> None:
     packed = pack_tokens(tokens)
-    assert unpack_tokens(packed).tolist() == tokens
+    assert np.frombuffer(packed, "<u4").tolist() == tokens
     assert pack_tokens(packed) == packed
     assert pack_tokens(np.array(tokens, ">i8")) == packed
 
