@@ -24,6 +24,7 @@ from kvd.protocol.messages import (
     AnyRequest,
     AttachReply,
     AttachRequest,
+    DetachRequest,
     HeartbeatRequest,
     MatchItem,
     MatchReply,
@@ -35,6 +36,7 @@ from kvd.protocol.messages import (
     StatusReply,
     StatusRequest,
 )
+from tests.actors.waiting import until
 from tests.arena.conftest import child, shm  # noqa: F401 - fixtures
 from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, settings, tokens_of
 
@@ -302,5 +304,7 @@ async def drive(daemon: Daemon) -> list[AnyReply]:
         assert isinstance(matched.results[0], MatchResult)
         await answer(HeartbeatRequest(id=4, **own, leases=(1,)))
         await answer(ReleaseRequest(id=5, **own, leases=(1,)))
-        await anyio.sleep(0.2)  # some sweeps
+        await answer(DetachRequest(id=6, **own))
+        # A sweep removes the file of a session that has ended.
+        await until(lambda: not list(daemon.directory.glob("*.session")))
         return [attach, opened, matched]
