@@ -73,6 +73,10 @@ class LeaseTable:
     def find(self, session: int, lease: int) -> Lease | None:
         return self._by_session.get(session, {}).get(lease)
 
+    def has(self, lease: Lease) -> bool:
+        """Whether a lease has not ended."""
+        return self.find(lease.session, lease.id) is lease
+
     def get(self, session: int, lease: int) -> Lease:
         """Raises LeaseEnded for an id that is not, or no longer, a lease of this session."""
         if found := self.find(session, lease):

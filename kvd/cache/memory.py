@@ -16,6 +16,7 @@ from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.plan import Back, Freed, Plan, Unback
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.messages import Run, Shortage
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ class Namespace:
     num_pages: int = 0
     generation: int = 0
     sessions: set[int] = field(default_factory=set)
+
+    @property
+    def has_extras(self) -> bool:
+        return self.tree.row_bytes > TOKEN_BYTES
 
     @property
     def guaranteed_pages(self) -> int:

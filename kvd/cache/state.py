@@ -132,6 +132,10 @@ class CacheState:
         space.arena.namespaces.remove(space)
         del self.namespaces[space.id], self._by_key[space.key]
 
+    def knows(self, key: bytes) -> bool:
+        """Whether there is a namespace of this key."""
+        return key in self._by_key
+
     def open_namespace(
         self,
         session: int,
