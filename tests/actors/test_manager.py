@@ -244,7 +244,7 @@ async def test_old_blocks_make_room_without_waiting(shm: Path) -> None:  # noqa:
         lease = cache.match(num_blocks=128)
         runs = await cache.manager.reserve(lease, 0, 128, 0, 30)
         item = CommitItem(lease.id, 0, runs, 128 * BLOCK)
-        cache.manager.commit(1, item, lease.tokens)
+        cache.manager.commit(1, item, packed(tokens_of(1, 128)))
         assert cache.manager.reserve_now(cache.match(2, seed=2), 0, 1, 0) is None
         cache.release(lease)
         assert cache.manager.reserve_now(cache.match(2, seed=2), 0, 5, 0) is not None
@@ -293,7 +293,7 @@ async def test_while_memory_is_refused_old_blocks_make_room(shm: Path) -> None: 
     async with running(shm / "kvd") as cache:
         lease = cache.match(num_blocks=32)
         runs = await cache.manager.reserve(lease, 0, 32, 0, 30)
-        cache.manager.commit(1, CommitItem(lease.id, 0, runs, 32 * BLOCK), lease.tokens)
+        cache.manager.commit(1, CommitItem(lease.id, 0, runs, 32 * BLOCK), packed(tokens_of(1, 32)))
         cache.release(lease)
         cache.arena.full = True
         with fail_after(30):

@@ -98,7 +98,9 @@ class Wire:
         self.next_id += 1
         return {"id": self.next_id, "epoch": self.epoch} | fields
 
-    def attach(self, *, maps: bool = True, version: int = PROTOCOL_VERSION, **fields: Any) -> AttachReply:
+    def attach(
+        self, *, maps: bool = True, version: int = PROTOCOL_VERSION, **fields: Any
+    ) -> AttachReply:
         envelope = self.envelope(version=version, min_version=1, client="wire", **fields)
         reply = self.ask(AttachRequest(**envelope))
         assert isinstance(reply, AttachReply), reply
