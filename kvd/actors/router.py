@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# As plain numbers: pyzmq's enums cost more than what they are asked for.
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 # After so many messages other callbacks have their turn.
 DRAIN_BATCH = 256
 
@@ -158,7 +160,7 @@ class Router:
             if self._is_closing:
                 return
             # Cheaper than the exception that an empty socket raises.
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not int(self._socket.get(EVENTS)) & POLLIN:
                 return
             self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
         self._loop.call_soon(self._drain)

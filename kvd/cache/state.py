@@ -458,9 +458,10 @@ class CacheState:
             lease.tail_node = lease.tail = None
 
     def _free_reserved(self, lease: Lease, plan: Plan) -> None:
-        pages = _sorted(lease.reserved)
-        self._take_reserved(lease, pages.tolist())
-        self.memory.free(lease.namespace, pages, plan)
+        if lease.reserved:
+            pages = _sorted(lease.reserved)
+            self._take_reserved(lease, pages.tolist())
+            self.memory.free(lease.namespace, pages, plan)
 
     def _take_reserved(self, lease: Lease, pages: list[int]) -> None:
         """These pages are not the lease's to write any more."""

@@ -614,7 +614,8 @@ def test_a_shortage_says_how_the_pages_stand(join: Connect) -> None:
     two.matched(1, tokens_of(2, 1))
     message = failed(two.reserve(1, 0, 1), "out_of_pages")
     assert message == (
-        "1 pages wanted, 0 free; of 128 4 are locked by leases and pins, 124 reserved, 0 quarantined"
+        "1 pages wanted, 0 free; of 128 4 are locked by leases and pins, "
+        "124 reserved, 0 quarantined"
     )
 
 
