@@ -65,8 +65,9 @@ logger = logging.getLogger(__name__)
 
 # As plain numbers: pyzmq's enums cost more than what they are asked for.
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-# After so many messages other callbacks have their turn.
-DRAIN_BATCH = 256
+# After so long other callbacks have their turn: a few busy clients keep the socket from ever being
+# empty, and what is given, waited for or swept would come to nothing.
+DRAIN_SECONDS = 0.002
 
 
 class Router:
@@ -156,7 +157,8 @@ class Router:
         path.chmod(0o660)
 
     def _drain(self) -> None:
-        for _ in range(DRAIN_BATCH):
+        end = time.perf_counter() + DRAIN_SECONDS
+        while time.perf_counter() < end:
             if self._is_closing:
                 return
             # Cheaper than the exception that an empty socket raises.
