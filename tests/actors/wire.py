@@ -77,10 +77,13 @@ class Wire:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def receive(self) -> AnyReply:
+    def receive_frame(self) -> bytes:
         assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
         (frame,) = self._socket.recv_multipart()
-        return decode_reply(frame)
+        return frame
+
+    def receive(self) -> AnyReply:
+        return decode_reply(self.receive_frame())
 
     def ask(self, request: AnyRequest, tokens: object = None) -> AnyReply:
         frames = [encode(request)]

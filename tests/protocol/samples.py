@@ -64,8 +64,8 @@ def _value(info: Any, field: inspect.Field) -> Any:
             return {name: _value(info.value_type, field)}
         case inspect.TupleType():
             return [_value(one, field) for one in info.item_types]
-        case inspect.VarTupleType(item_type=inspect.UnionType()):
-            return [_value(one, field) for one in info.item_type.types]
+        case inspect.VarTupleType(item_type=inspect.UnionType(types=types)):
+            return [_value(one, field) for one in types]
         case inspect.VarTupleType():
             return [_value(info.item_type, field)]
         case inspect.UnionType():

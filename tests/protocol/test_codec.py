@@ -66,6 +66,7 @@ def write_golden(path: Path) -> None:
 SPOKEN = GOLDEN / f"v{PROTOCOL_VERSION}.json"
 if os.environ.get("KVD_WRITE_GOLDEN") and not SPOKEN.exists():
     write_golden(SPOKEN)
+assert SPOKEN.exists(), f"{SPOKEN.name} is missing: see above"
 
 RELEASED = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("v*.json"))}
 
