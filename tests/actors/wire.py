@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -84,6 +85,12 @@ class Wire:
 
     def receive(self) -> AnyReply:
         return decode_reply(self.receive_frame())
+
+    def pending(self, milliseconds: int) -> Iterator[AnyReply]:
+        """What was answered and not read yet; the first of it may come within so long."""
+        while self._socket.poll(milliseconds):
+            yield self.receive()
+            milliseconds = 0
 
     def ask(self, request: AnyRequest, tokens: object = None) -> AnyReply:
         frames = [encode(request)]
