@@ -222,7 +222,7 @@ class Core:
                 map_header(reply.header_path),
                 SessionLock(reply.lock_path),
             )
-        except (OSError, KvdError) as error:
+        except (OSError, ValueError, KvdError) as error:
             self._refused(KvdError(f"its memory cannot be mapped: {error}"))
             return self.refusal
         self.refusal = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,10 +97,19 @@ class Wire:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def receive(self) -> AnyReply:
+    def receive_frame(self) -> bytes:
         assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
         (frame,) = self._socket.recv_multipart()
-        return decode_reply(frame)
+        return frame
+
+    def receive(self) -> AnyReply:
+        return decode_reply(self.receive_frame())
+
+    def pending(self, milliseconds: int) -> Iterator[AnyReply]:
+        """What was answered and not read yet; the first of it may come within so long."""
+        while self._socket.poll(milliseconds):
+            yield self.receive()
+            milliseconds = 0
 
     def ask(self, request: AnyRequest, tokens: object = None) -> AnyReply:
         frames = [encode(request)]
