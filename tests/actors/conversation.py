@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 VARIES = {
     "epoch": "epoch",
-    "session": "session",
+    "attach.session": "session",
+    "status.session": "",  # which is not what its client calls it by
     "namespace": "namespace",
     "runs": "pages",
     "reserved": "pages",
