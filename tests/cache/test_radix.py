@@ -7,6 +7,7 @@ import pytest
 
 from kvd.cache.policy import Lru
 from kvd.cache.radix import Node, Tree
+from kvd.protocol.codec import TOKEN_BYTES
 
 BLOCK = 4
 
@@ -25,7 +26,7 @@ class Grown:
 
     def __init__(self) -> None:
         self.lru = Lru()
-        self.tree = Tree(BLOCK, self.lru)
+        self.tree = Tree(BLOCK, TOKEN_BYTES, self.lru)
         self.touches = 0
         self.next_page = 0
 
