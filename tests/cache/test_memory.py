@@ -118,6 +118,21 @@ def test_a_leased_block_is_never_evicted(cache: Cache) -> None:
     assert cache.texts() == {"abcd"}
 
 
+def test_a_reserve_that_falls_short_evicts_nothing_and_says_why(cache: Cache) -> None:
+    cache.hold("abc")
+    cache.fill("xy")
+    cache.reserve(cache.match("r"), 4)
+    cache.reserve(cache.match("q", session=2), 2)
+    cache.state.end_session(2)
+    answer = cache.state.reserve(cache.match("?"), 0, 8)
+    assert isinstance(answer, Short)
+    short = answer.shortage
+    assert (answer.plan, short.num_wanted, short.num_free) == ([], 8, 5)
+    assert (short.num_locked, short.num_reserved, short.num_quarantined) == (3, 4, 2)
+    assert short.num_pages == 16
+    assert cache.texts() == {"abc", "xy"}
+
+
 def test_a_reserve_of_more_pages_than_there_are_takes_no_memory() -> None:
     cache = Cache(num_pages=32, backed=False)
     cache.memory.capacity_bytes *= 2
@@ -229,6 +244,16 @@ def test_pages_ahead_stop_at_the_most_of_a_namespace(cache: Cache) -> None:
     answer = cache.state.reserve(cache.match("?", salt="small"), 0, 2, ahead=10)
     assert isinstance(answer, Granted)
     assert len(answer.pages) == space.num_pages == 4
+
+
+def test_a_namespace_that_falls_short_at_its_most_evicts_nothing(cache: Cache) -> None:
+    cache.tenant("small", max_bytes=8 * LAYOUT.page_bytes)
+    cache.fill("abcdef", salt="small")
+    cache.hold("qrstuvwxyz")
+    cache.match("ab", salt="small")
+    answer = cache.state.reserve(cache.match("?", salt="small"), 0, 5)
+    assert isinstance(answer, Short)
+    assert (answer.plan, cache.texts("small")) == ([], {"abcdef"})
 
 
 # --- between layouts ---
