@@ -347,7 +347,7 @@ def _coldest(spaces: Iterable[Namespace], space: Namespace | None) -> Namespace 
 
 def _spendable(victim: Namespace, space: Namespace | None) -> int:
     """How many pages a namespace may lose: for itself any, for others what is not guaranteed."""
-    return victim.num_pages - (0 if victim is space else victim.guaranteed_pages)
+    return max(0, victim.num_pages - (0 if victim is space else victim.guaranteed_pages))
 
 
 def _allowance(victim: Namespace, space: Namespace | None) -> int:

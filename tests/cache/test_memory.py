@@ -212,6 +212,14 @@ def test_what_is_guaranteed_goes_for_its_own_namespace(cache: Cache) -> None:
     assert cache.texts("mine") == {"abcd"}
 
 
+def test_a_guarantee_that_is_not_used_hinders_nobody(cache: Cache) -> None:
+    cache.tenant("mine", guaranteed_bytes=8 * LAYOUT.page_bytes)
+    cache.fill("abcdefgh")
+    cache.fill("rstuvwxy", salt="other")
+    cache.reserve(cache.match("?"), 12)
+    assert (cache.texts(), cache.texts("other")) == (set(), {"rstu"})
+
+
 def test_trimming_leaves_what_is_guaranteed() -> None:
     cache = Cache(watermarks=(0.5, 0.25))
     cache.tenant("mine", guaranteed_bytes=6 * LAYOUT.page_bytes)
