@@ -95,24 +95,24 @@ class CacheState:
     def make_place(self, *, for_arena: bool) -> Plan:
         """See that a namespace, and an arena for it, may be added: idle ones go, coldest first.
 
-        Raises LimitExceeded where all are in use.
+        Raises LimitExceeded, and changes nothing, where all are in use.
         """
         plan: Plan = []
-        arenas = self.memory.arenas
-        while len(self.namespaces) >= self.limits.namespaces:
-            idle = [space for space in self.namespaces.values() if self._is_idle(space)]
-            if not idle:
-                raise LimitExceeded(f"all {self.limits.namespaces} namespaces are in use")
-            self._forget(min(idle, key=_last_touch), plan)
-        while for_arena and len(arenas) >= self.limits.layouts:
-            unused = [arena for arena in arenas.values() if self._is_unused(arena)]
-            if not unused:
-                raise LimitExceeded(f"all {self.limits.layouts} layouts are in use")
+        arenas, spaces = self.memory.arenas, self.namespaces
+        unused = [arena for arena in arenas.values() if self._is_unused(arena)]
+        idle = [space for space in spaces.values() if self._is_idle(space)]
+        if (is_full := for_arena and len(arenas) >= self.limits.layouts) and not unused:
+            raise LimitExceeded(f"all {self.limits.layouts} layouts are in use")
+        if len(spaces) >= self.limits.namespaces and not idle:
+            raise LimitExceeded(f"all {self.limits.namespaces} namespaces are in use")
+        if is_full:
             arena = min(unused, key=lambda a: max(map(_last_touch, a.namespaces), default=-1))
             for space in list(arena.namespaces):
                 self._forget(space, plan)
             del arenas[arena.id]
             plan.append(Removed(arena.id))
+        if len(spaces) >= self.limits.namespaces:
+            self._forget(min(idle, key=_last_touch), plan)
         return plan
 
     def _is_idle(self, space: Namespace) -> bool:

@@ -157,6 +157,15 @@ def test_a_layout_whose_memory_is_in_use_makes_no_place(held: str) -> None:
         cache.state.make_place(for_arena=True)
 
 
+def test_where_no_place_can_be_made_nothing_goes() -> None:
+    cache = Cache(32, namespaces=2, layouts=1)
+    cache.fill("abc", salt="idle")
+    closed(cache, "idle")
+    with pytest.raises(LimitExceeded, match="all 1 layouts"):
+        cache.state.make_place(for_arena=True)
+    assert cache.texts("idle") == {"abc"}
+
+
 # --- match ---
 
 
