@@ -203,6 +203,8 @@ class CacheState:
 
     def fork(self, session: int, lease_id: int, source: Lease, now: float = 0.0) -> Matched:
         """Lease the committed blocks of a lease once more; a repeat gets the first answer."""
+        if (session, lease_id) == (source.session, source.id):
+            raise BadRequest(f"fork: lease {lease_id} is its source itself")
         asked = b"fork %d" % source.id
         plan: Plan = []
         if known := self._known(session, lease_id, source.namespace, asked, plan):

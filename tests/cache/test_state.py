@@ -356,6 +356,14 @@ def test_a_fork_in_the_place_of_a_lease_ends_it(cache: Cache) -> None:
     assert cache.state.leases.of_session(1) == [source, answer.lease]
 
 
+def test_a_fork_onto_its_source_is_refused(cache: Cache) -> None:
+    source = cache.hold("abc")
+    cache.state.drop(cache.namespace, b"")
+    with pytest.raises(BadRequest, match="itself"):
+        cache.state.fork(1, source.id, source)
+    assert cache.counts() == {"free": 13, "detached": 3}
+
+
 def test_a_fork_after_its_release_is_refused(cache: Cache) -> None:
     source = cache.hold("abc")
     cache.state.release(1, 7)
