@@ -287,7 +287,7 @@ class CacheState:
         if stop < have or start < have == stop:
             return Granted(lease.granted[start : stop + ahead], [])
         space, needed = lease.namespace, stop - have
-        self._check_reserved(lease.session, needed * space.arena.layout.page_bytes)
+        ahead = min(ahead, self._num_reservable(lease, needed) - needed)
         plan: Plan = []
         if not self.memory.make_room(space, needed, plan):
             shortage = self.memory.shortage(space, needed)
@@ -303,13 +303,17 @@ class CacheState:
         self.counters["pages_reserved"] += count
         return Granted(lease.granted[start:], plan)
 
-    def _check_reserved(self, session: int, num_bytes: int) -> None:
+    def _num_reservable(self, lease: Lease, needed: int) -> int:
+        """How many pages the lease's session may still reserve, at least those needed."""
         most = int(self.limits.session_reserved_fraction * self.memory.capacity_bytes)
-        if self._reserved_bytes[session] + num_bytes > most:
+        reserved = self._reserved_bytes[lease.session]
+        count = (most - reserved) // lease.namespace.arena.layout.page_bytes
+        if needed > count:
             raise LimitExceeded(
-                f"a session may hold {most} bytes of uncommitted pages, and has "
-                f"{self._reserved_bytes[session]}: commit or release some"
+                f"a session may hold {most} bytes of uncommitted pages, and has {reserved}: "
+                "commit or release some"
             )
+        return count
 
     def _is_hopeless(self, lease: Lease, needed: int) -> bool:
         """Whether waiting is in vain: beside what the lease holds there will not be more."""

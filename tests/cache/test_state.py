@@ -460,6 +460,13 @@ def test_a_session_has_a_bound_of_uncommitted_pages() -> None:
     assert len(cache.reserve(cache.match("x"), 8)) == 8
 
 
+def test_pages_ahead_stop_at_the_bound_of_a_session() -> None:
+    cache = Cache(session_reserved_fraction=0.5)
+    answer = cache.state.reserve(cache.match("x"), 0, 2, ahead=16)
+    assert isinstance(answer, Granted)
+    assert len(answer.pages) == 8
+
+
 def test_waiting_is_in_vain_where_nobody_else_has_a_page(cache: Cache) -> None:
     lease = cache.hold("abc")
     answer = cache.state.reserve(lease, 3, 17)
