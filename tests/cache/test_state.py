@@ -22,6 +22,7 @@ from kvd.cache.plan import (
     Reserved,
     Short,
 )
+from kvd.cache.plan import Dropped as DroppedStep
 from kvd.cache.rows import EXTRA_BYTES, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded
@@ -822,6 +823,16 @@ def test_a_dropped_block_and_all_behind_it_are_found_no_more(cache: Cache) -> No
     assert cache.texts() == {"a", "r"}
 
 
+def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
+    cache.fill("abcd")
+    cache.hold("abxy")
+    answer = cache.state.drop(cache.namespace, b"")
+    assert (answer.num_blocks, answer.num_detached) == (6, 4)
+    assert kinds(answer.plan) == [Freed, DroppedStep]
+    assert cache.match("ab").num_matched == 0
+    check(cache.state)
+
+
 @pytest.mark.parametrize(("text", "from_block"), [("abc", 3), ("abcd", 3), ("abx", 2), ("x", 0)])
 def test_what_is_not_there_is_not_dropped(cache: Cache, text: str, from_block: int) -> None:
     cache.fill("abc")
@@ -870,6 +881,15 @@ def test_a_drop_in_one_namespace_is_none_in_another(cache: Cache) -> None:
     lease = cache.hold("a", salt="other")
     cache.state.drop(cache.namespace, b"")
     assert cache.commit(lease, "b")
+
+
+def test_a_lease_may_keep_a_part_of_what_was_dropped(cache: Cache) -> None:
+    lease = cache.hold("abcd")
+    pages = lease.node.path_pages().tolist()
+    cache.state.drop(cache.namespace, b"")
+    assert freed(cache.state.keep(lease, 1)) == pages[:0:-1]
+    check(cache.state)
+    assert freed(cache.release(lease)) == pages[:1]
 
 
 def test_a_dropped_tail_is_held_too() -> None:
