@@ -528,6 +528,7 @@ class CacheState:
         """
         tree = space.tree
         plan: Plan = []
+        space.generation += 1
         if tokens:
             found = tree.find(tokens[: (from_block + 1) * tree.block_bytes])
             if found.total_blocks <= from_block:
@@ -535,7 +536,6 @@ class CacheState:
             gone = tree.detach(found.node, found.num_blocks - 1)
         else:
             gone = tree.detach(tree.root)
-        space.generation += 1
         self.memory.free(space, gone.free, plan)
         if len(gone.held):
             space.arena.pool.move(gone.held, PageState.COMMITTED, PageState.DETACHED)

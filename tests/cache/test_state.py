@@ -869,6 +869,20 @@ def test_a_second_drop_above_a_dropped_block_does_no_harm(cache: Cache) -> None:
     assert freed(cache.release(lease)) == pages[::-1]
 
 
+@pytest.mark.parametrize("dropped", ["ab", "x", ""])
+def test_what_was_computed_before_a_drop_is_not_committed_after_it(
+    cache: Cache, dropped: str
+) -> None:
+    lease = cache.hold("a")
+    pages = cache.reserve(lease, 1)
+    cache.state.drop(cache.namespace, packed(dropped), 1)
+    with pytest.raises(Dropped):
+        cache.commit(lease, "b", pages)
+    assert lease.reserved == set(pages)
+    cache.state.abort(lease)
+    assert cache.commit(cache.match("a"), "ab"[cache.match("a").num_blocks :])
+
+
 def test_a_commit_from_before_a_drop_may_be_repeated_after_it(cache: Cache) -> None:
     lease = cache.match("ab")
     pages = cache.commit(lease, "ab")
