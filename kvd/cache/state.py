@@ -544,8 +544,9 @@ class CacheState:
             if pin.node.detached:
                 self._unpin(pin, plan)
         num_blocks = len(gone.free) + len(gone.held)
+        num_detached = int((space.arena.pool.states[gone.held] == PageState.DETACHED).sum())
         self.counters["blocks_dropped"] += num_blocks
-        return DropAnswer(num_blocks, len(gone.held), plan)
+        return DropAnswer(num_blocks, num_detached, plan)
 
 
 def _sorted(pages: set[int]) -> Pages:

@@ -897,6 +897,16 @@ def test_a_drop_in_one_namespace_is_none_in_another(cache: Cache) -> None:
     assert cache.commit(lease, "b")
 
 
+def test_the_pins_of_what_is_dropped_end(cache: Cache) -> None:
+    cache.fill("abcd")
+    cache.pin("a")
+    cache.pin("abc")
+    answer = cache.state.drop(cache.namespace, packed("ab"), 1)
+    assert (answer.num_blocks, answer.num_detached) == (3, 0)
+    assert [pin.num_blocks for pin in cache.state.pins] == [1]
+    assert cache.counts() == {"free": 15, "committed": 1}
+
+
 def test_a_lease_may_keep_a_part_of_what_was_dropped(cache: Cache) -> None:
     lease = cache.hold("abcd")
     pages = lease.node.path_pages().tolist()
