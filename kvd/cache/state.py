@@ -299,7 +299,8 @@ class CacheState:
         lease.granted = np.concatenate((lease.granted, pages))
         lease.reserved.update(pages.tolist())
         self._reserved_bytes[lease.session] += count * space.arena.layout.page_bytes
-        plan.append(Reserved(space.arena.id, pages, lease.session))
+        if count:
+            plan.append(Reserved(space.arena.id, pages, lease.session))
         self.counters["pages_reserved"] += count
         return Granted(lease.granted[start:], plan)
 

@@ -422,6 +422,12 @@ def test_a_reserve_from_beyond_what_was_granted_is_refused(cache: Cache) -> None
         cache.state.reserve(lease, 4, 5)
 
 
+def test_a_reserve_of_nothing_notes_nothing(cache: Cache) -> None:
+    answer = cache.state.reserve(cache.match("abc"), 0, 0)
+    assert isinstance(answer, Granted)
+    assert (answer.pages.tolist(), answer.plan) == ([], [])
+
+
 def test_pages_ahead_come_along_when_they_are_there(cache: Cache) -> None:
     lease = cache.match("abc")
     answer = cache.state.reserve(lease, 0, 3, 10)
