@@ -105,10 +105,6 @@ class PageTable:
         """Note that nobody holds these pages; descendants stand before their parents."""
         self._note(pages, PageState.FREE)
 
-    def detach(self, pages: Pages) -> None:
-        """Note that these are no blocks any more, though leases still read them."""
-        self._note(pages, PageState.DETACHED)
-
     def quarantine(self, pages: Pages) -> None:
         """Note that a session that is over could still write these pages."""
         self._note(pages, PageState.QUARANTINED, keep_session=True)
