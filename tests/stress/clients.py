@@ -26,6 +26,7 @@ from tests.stress.content import DOMAINS, NARROW, blocks_of, prompts_of, verify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvd.testing.daemons import RunningDaemon
     from tests.stress.common import Stress
     from tests.stress.content import Domain, Tokens
 
@@ -53,7 +54,7 @@ def clients(stress: Stress) -> None:
     with running_daemon(settings(num_pages)) as daemon:
         share_memory(daemon.endpoint, num_pages)
         Crowd(stress, daemon.endpoint, num_clients, num_operations).run()
-        audit(stress, daemon.endpoint, prompts, num_pages)
+        audit(stress, daemon, prompts, num_pages)
         stress.expect("reason=internal" not in daemon.log, f"the daemon failed: {daemon.log}")
     expect_enough(stress, num_clients, num_operations)
 
@@ -62,7 +63,7 @@ def settings(num_pages: int) -> dict[str, Any]:
     """Fast, since clients end and pages run short all the time."""
     return {
         "tiers": [{"type": "host", "capacity_bytes": num_pages * PAGE_BYTES}],
-        "sessions": {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05},
+        "sessions": {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 2.0},
         "cache": {"high_watermark": 0.95, "low_watermark": 0.9, "back_ahead_bytes": 1},
     }
 
@@ -217,9 +218,9 @@ def share_memory(endpoint: str, num_pages: int) -> None:
                 assert not lease.shortage
 
 
-def audit(stress: Stress, endpoint: str, prompts: Sequence[Tokens], num_pages: int) -> None:
+def audit(stress: Stress, daemon: RunningDaemon, prompts: Sequence[Tokens], num_pages: int) -> None:
     """Nobody is there any more: the books are exact, and what still matches is right."""
-    with Client(endpoint, timeout=30.0, name="auditor") as client:
+    with Client(daemon.endpoint, timeout=30.0, name="auditor") as client:
         eventually(lambda: is_quiet(client.status()))
         num_found = read_back(client, prompts)
         status = client.status()
@@ -231,6 +232,8 @@ def audit(stress: Stress, endpoint: str, prompts: Sequence[Tokens], num_pages: i
         stress.expect(sum(tier.pages.values()) == 2 * num_pages, f"pages are lost: {tier.pages}")
         stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier.pages}")
         stress.expect(num_found == num_blocks, f"{num_found} blocks found of {num_blocks}")
+        num_files = len(list(daemon.directory.glob("*.session")))
+        stress.expect(num_files == 1, f"{num_files} files of sessions are left")
         stress.counts["read_back"] = num_found
         for name in COUNTERS:
             stress.counts[name] = status.counters.get(name, 0)

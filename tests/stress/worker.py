@@ -11,6 +11,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -39,6 +41,8 @@ EXPECTED = (OutOfPages, LeaseEnded, DeadlineExceeded, DaemonUnavailable)
 MAX_HELD = 4
 # A reserve waits for others at most so long. They may well wait for this one.
 PATIENCE = (0.05, 0.2, 0.5)
+# Shorter than many an answer takes.
+LATE_SECONDS = 0.001
 # No operation may take so long: each of its calls ends within the client's timeout.
 HANG_SECONDS = 60
 
@@ -80,7 +84,11 @@ class Work:
         stop = self.num_whole if stop is None else min(stop, self.num_whole)
         self.lease.reserve(stop, timeout=rng.choice(PATIENCE))
         self.write(rng)
-        self.lease.commit(self.tokens[self.lease.num_committed : stop])
+        self.commit(stop)
+
+    def commit(self, stop: int | None = None, *, timeout: float | None = None) -> None:
+        """Commit up to `stop`, all that was written unless said."""
+        self.lease.commit(self.tokens[self.lease.num_committed : stop], timeout=timeout)
 
     def views(self) -> list[NDArray[Any]]:
         """Writable views of all that is reserved."""
@@ -147,6 +155,21 @@ class Worker:
             start = work.lease.num_committed
             for stop in range(start + size, rng.randint(start, len(work.tokens)) + 1, size):
                 work.compute(rng, stop)
+            work.read()
+
+    def repeat(self, rng: Random) -> None:
+        """Give up on each answer too early, and ask again: the repeat gets the first answer."""
+        with self._match(rng) as work:
+            _late(partial(work.lease.reserve, work.num_whole, timeout=rng.random() * LATE_SECONDS))
+            work.lease.reserve(work.num_whole, timeout=rng.choice(PATIENCE))
+            work.write(rng)
+            _late(partial(work.commit, timeout=rng.random() * LATE_SECONDS))
+            work.commit()
+            work.read()
+
+    def give_up(self, rng: Random) -> None:
+        """Match, and do not wait for the answer: there is a lease or there is none."""
+        with self._match(rng, reserve=True, timeout=rng.random() * LATE_SECONDS) as work:
             work.read()
 
     def abort(self, rng: Random) -> None:
@@ -249,7 +272,7 @@ class Worker:
         self.client = Client(self.endpoint, name=f"client {self.number}")
         self.namespaces = {domain: domain.open(self.client) for domain in DOMAINS}
 
-    def _match(self, rng: Random, *, reserve: bool = False) -> Work:
+    def _match(self, rng: Random, *, reserve: bool = False, timeout: float | None = None) -> Work:
         """Lease the beginning of any prompt, with pages for all of it where that is said."""
         domain = rng.choice(DOMAINS)
         # Some are asked for more often than others: they stay, and are hit.
@@ -257,7 +280,7 @@ class Worker:
         tokens = prompt[: rng.randint(1, len(prompt))]
         reserve_tokens = rng.randint(1, len(tokens)) if reserve else 0
         lease = self.namespaces[domain].match(
-            tokens, reserve_tokens=reserve_tokens, timeout=rng.choice(PATIENCE)
+            tokens, reserve_tokens=reserve_tokens, timeout=timeout or rng.choice(PATIENCE)
         )
         if lease.shortage:
             self.happened.append("shortages")
@@ -280,6 +303,8 @@ OPERATIONS: dict[Operation, int] = {
     Worker.look: 20,
     Worker.prefill: 20,
     Worker.decode: 12,
+    Worker.repeat: 4,
+    Worker.give_up: 3,
     Worker.abort: 6,
     Worker.end_in_use: 4,
     Worker.ask_too_much: 3,
@@ -293,7 +318,7 @@ OPERATIONS: dict[Operation, int] = {
     Worker.take_stock: 2,
 }
 # These touch nothing that the worker keeps, and so can be done in several threads at once.
-ALONE: tuple[Operation, ...] = (Worker.look, Worker.prefill, Worker.decode, Worker.abort)
+ALONE: tuple[Operation, ...] = (Worker.look, Worker.prefill, Worker.decode, Worker.repeat)
 
 
 def _expect(kind: type[KvdError], call: Callable[[], None]) -> None:
@@ -302,6 +327,12 @@ def _expect(kind: type[KvdError], call: Callable[[], None]) -> None:
     except kind:
         return
     raise AssertionError(f"{call.__qualname__} did not raise {kind.__name__}")
+
+
+def _late(call: Callable[[], object]) -> None:
+    """Whether the answer comes in time or not."""
+    with suppress(DeadlineExceeded):
+        call()
 
 
 def _scribble(views: list[NDArray[Any]]) -> None:
