@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 # Pages of both layouts have the same size.
 PAGE_BYTES = NARROW.page_bytes
-# What the daemon counts, and is told in the end.
+# Of what the daemon counts, this is told.
 COUNTERS = ("blocks_committed", "blocks_duplicate", "blocks_evicted", "pages_quarantined")
 # A worker that hangs ends itself before.
 PATIENCE_SECONDS = 120
@@ -52,10 +52,12 @@ def clients(stress: Stress) -> None:
     working_set = sum(len(all_blocks(domain, prompts)) for domain in DOMAINS)
     stress.expect(working_set > 2 * num_pages, f"a working set of only {working_set} pages")
     with running_daemon(settings(num_pages)) as daemon:
-        share_memory(daemon.endpoint, num_pages)
-        Crowd(stress, daemon.endpoint, num_clients, num_operations).run()
-        audit(stress, daemon, prompts, num_pages)
-        stress.expect("reason=internal" not in daemon.log, f"the daemon failed: {daemon.log}")
+        try:
+            share_memory(daemon.endpoint, num_pages)
+            Crowd(stress, daemon.endpoint, num_clients, num_operations).run()
+            audit(stress, daemon, prompts, num_pages)
+        finally:
+            stress.expect("reason=" not in daemon.log, f"the daemon failed: {daemon.log}")
     expect_enough(stress, num_clients, num_operations)
 
 
@@ -79,13 +81,17 @@ class Member:
         # When it goes on, counted in operations of all; None while it runs.
         self.stopped_until: int | None = None
 
-    def send(self, signal: Signals) -> bool:
-        """Whether the process was still there to get it."""
+    def send(self, signal: Signals) -> None:
+        """Send it, unless the process has ended meanwhile."""
         assert self.process is not None
-        if self.process.poll() is not None:
-            return False
         self.process.send_signal(signal)
-        return True
+
+    def wait(self) -> int:
+        """How the process ended, once it has."""
+        assert self.process is not None
+        status = self.process.wait()
+        self.process = self.stopped_until = None
+        return status
 
 
 class Crowd:
@@ -102,9 +108,13 @@ class Crowd:
         self.num_operations = num_operations
         self.rng = Random(f"{stress.seed}/signals")
         self.members = [Member(number, self._draw_signals()) for number in range(num_clients)]
-        self.num_done = 0
         # What a member's process said; an empty line is its end.
         self.heard: Queue[tuple[Member, str]] = Queue()
+
+    @property
+    def num_done(self) -> int:
+        """Operations, of all members."""
+        return self.stress.counts["operations"]
 
     def run(self) -> None:
         """Go on until every member has done all its operations; raises where one cannot."""
@@ -114,9 +124,9 @@ class Crowd:
             while self._running():
                 self._hear()
         finally:
-            for process in (member.process for member in self._running()):
-                process.kill()
-                process.wait()
+            for member in self._running():
+                member.send(SIGKILL)
+                member.wait()
 
     def _hear(self) -> None:
         try:
@@ -134,8 +144,8 @@ class Crowd:
     def _note(self, member: Member, line: str) -> None:
         """An operation is done: count what happened in it, and send what is due."""
         self.stress.counts.update(msgspec.json.decode(line))
+        self.stress.counts["operations"] += 1
         member.num_done += 1
-        self.num_done += 1
         if self.num_done % (self.num_operations * len(self.members) // 10) == 0:
             self.stress.say(f"{self.num_done} operations, {self.stress.counts['kills']} kills")
         match member.signals.pop(member.num_done, None):
@@ -146,9 +156,7 @@ class Crowd:
 
     def _see_end(self, member: Member) -> None:
         """The process is gone: done with its work, replaced, or at fault."""
-        assert member.process is not None
-        status = member.process.wait()
-        member.process = member.stopped_until = None
+        status = member.wait()
         if status == -SIGKILL:
             self.stress.counts["kills"] += 1
         elif status:
@@ -221,29 +229,30 @@ def share_memory(endpoint: str, num_pages: int) -> None:
 def audit(stress: Stress, daemon: RunningDaemon, prompts: Sequence[Tokens], num_pages: int) -> None:
     """Nobody is there any more: the books are exact, and what still matches is right."""
     with Client(daemon.endpoint, timeout=30.0, name="auditor") as client:
-        eventually(lambda: is_quiet(client.status()))
+        try:
+            eventually(lambda: is_quiet(client.status(), daemon.directory))
+        finally:
+            stress.say(f"in the end: {client.status()}")
         num_found = read_back(client, prompts)
         status = client.status()
         (tier,) = status.tiers
-        stress.say(f"pages at the end: {tier.pages}")
         num_blocks = sum(namespace.num_blocks for namespace in status.namespaces)
         used = sum(tier.pages[state] for state in ("reserved", "detached", "quarantined"))
         stress.expect(used == 0, f"nobody is there, and pages are in use: {tier.pages}")
         stress.expect(sum(tier.pages.values()) == 2 * num_pages, f"pages are lost: {tier.pages}")
         stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier.pages}")
         stress.expect(num_found == num_blocks, f"{num_found} blocks found of {num_blocks}")
-        num_files = len(list(daemon.directory.glob("*.session")))
-        stress.expect(num_files == 1, f"{num_files} files of sessions are left")
         stress.counts["read_back"] = num_found
         for name in COUNTERS:
             stress.counts[name] = status.counters.get(name, 0)
 
 
-def is_quiet(status: StatusReply) -> bool:
+def is_quiet(status: StatusReply, directory: Path) -> bool:
     """Whether the auditor is alone, and nothing is left of those who were there."""
     (tier,) = status.tiers
     alone = [session.client for session in status.sessions] == ["auditor"]
-    return alone and tier.pages["reserved"] == tier.pages["quarantined"] == 0
+    num_files = len(list(directory.glob("*.session")))
+    return alone and num_files == 1 and tier.pages["reserved"] == tier.pages["quarantined"] == 0
 
 
 def read_back(client: Client, prompts: Sequence[Tokens]) -> int:
@@ -271,8 +280,8 @@ def expect_enough(stress: Stress, num_clients: int, num_operations: int) -> None
     stress.expect(not counts["LeaseEnded"], "a client that lived lost a lease")
     stress.expect_at_least(
         {
-            "kills": num_signals * 3 // 4,
-            "stops": num_signals * 3 // 4,
+            "kills": num_signals // 2,
+            "stops": num_signals // 2,
             "hits": total // 10,
             "refusals": total // 100,
             "blocks_evicted": total // 10,

@@ -246,11 +246,12 @@ class Worker:
             self.stray = views
 
     def together(self, rng: Random) -> None:
-        """Two threads, each with leases of its own."""
-        operations = rng.choices(ALONE, k=2)
-        generators = [Random(rng.random()) for _ in operations]
+        """Two threads, each with leases of its own; they often compute the same blocks."""
+        operations, seeds = rng.choices(ALONE, k=2), [rng.random(), rng.random()]
+        if rng.random() < 0.5:
+            operations[1], seeds[1] = operations[0], seeds[0]
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(self._attempt, operations, generators))
+            list(pool.map(self._attempt, operations, map(Random, seeds)))
 
     def take_stock(self, rng: Random) -> None:
         """The books agree at any time."""
@@ -273,7 +274,7 @@ class Worker:
         self.namespaces = {domain: domain.open(self.client) for domain in DOMAINS}
 
     def _match(self, rng: Random, *, reserve: bool = False, timeout: float | None = None) -> Work:
-        """Lease the beginning of any prompt, with pages for all of it where that is said."""
+        """Lease the beginning of any prompt, with some pages more where that is said."""
         domain = rng.choice(DOMAINS)
         # Some are asked for more often than others: they stay, and are hit.
         prompt = self.prompts[int(len(self.prompts) * rng.random() ** 3)]
