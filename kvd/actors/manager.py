@@ -282,7 +282,11 @@ class Manager:
         self._dismiss_ended()
         while self._waiters:
             waiter = self._waiters[0]
-            answer = self.state.reserve(waiter.lease, waiter.start, waiter.stop, waiter.ahead)
+            try:
+                answer = self.state.reserve(waiter.lease, waiter.start, waiter.stop, waiter.ahead)
+            except BadRequest as error:  # the pages before were never granted, or aborted meanwhile
+                self._dismiss(waiter, error)
+                continue
             if not isinstance(answer, Granted):
                 self._back(waiter.lease.namespace.arena, answer.backing)
                 return
@@ -297,9 +301,14 @@ class Manager:
         for waiter in list(self._waiters):
             lease = waiter.lease
             if self.state.leases.find(lease.session, lease.id) is not lease:
-                waiter.error = LeaseEnded(f"lease {lease.id} ended while it waited for pages")
-                self._waiters.remove(waiter)
-                waiter.done.set()
+                self._dismiss(
+                    waiter, LeaseEnded(f"lease {lease.id} ended while it waited for pages")
+                )
+
+    def _dismiss(self, waiter: _Waiter, error: KvdError) -> None:
+        waiter.error = error
+        self._waiters.remove(waiter)
+        waiter.done.set()
 
     # --- memory ---
 
