@@ -15,8 +15,10 @@ from rich.table import Table
 
 from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
 from tests.bench.common import BUDGETS, Bench, Part, Row
+from tests.bench.cycles import cycles
 from tests.bench.first_touch import hit_first_touch
 from tests.bench.hit import hit_vs_copy
+from tests.bench.index import index
 from tests.bench.machine import describe_machine
 from tests.bench.match import match_vs_echo
 from tests.bench.runs import median_run_tokens
@@ -29,10 +31,12 @@ PARTS: dict[str, Part] = {
         hit_vs_copy,
         hit_first_touch,
         match_vs_echo,
+        cycles,
         store_vs_copy,
         attention_vs_contiguous,
         attention_vs_gather,
         median_run_tokens,
+        index,
         start_seconds,
         start_memory_mib,
     )
