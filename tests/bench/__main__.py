@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tests.bench.alternatives import alternatives
 from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
 from tests.bench.common import BUDGETS, Bench, Part, Row
 from tests.bench.cycles import cycles
@@ -39,6 +40,7 @@ PARTS: dict[str, Part] = {
         index,
         start_seconds,
         start_memory_mib,
+        alternatives,
     )
 }
 RESULTS = Path(__file__).parent / "results"
