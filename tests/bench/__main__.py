@@ -121,7 +121,7 @@ def _show(rows: Sequence[Row], console: Console, *, tiny: bool) -> None:
 
 
 def _figure(row: Row) -> str:
-    return f"{row.value:.3g} {row.unit}"
+    return f"{row.value:{',.0f' if row.value >= 1000 else '.3g'}} {row.unit}"
 
 
 if __name__ == "__main__":

@@ -91,14 +91,8 @@ def _cycles_per_second(found: Round) -> float:
 
 def _spread(rounds: dict[str, list[Round]], told: str) -> Row:
     """The tail of a cycle's latency over all processes, a median over the rounds."""
-    tails = {
-        what: np.median(
-            [np.percentile(np.concatenate(found), (50, 99)) for found in rounds[what]], axis=0
-        )
-        for what in rounds
-    }
-    p50, p99 = tails["kvd"]
-    echo50, echo99 = tails["echo"]
+    p50, p99 = _percentiles(rounds["kvd"])
+    echo50, echo99 = _percentiles(rounds["echo"])
     return row(
         "cycles_p99_over_p50",
         p99 / p50,
@@ -106,6 +100,12 @@ def _spread(rounds: dict[str, list[Round]], told: str) -> Row:
         f"{told}: p50 {seconds(p50)}, p99 {seconds(p99)}; of the echo {seconds(echo50)} and "
         f"{seconds(echo99)}",
     )
+
+
+def _percentiles(rounds: list[Round]) -> tuple[float, float]:
+    found = [np.percentile(np.concatenate(latencies), (50, 99)) for latencies in rounds]
+    p50, p99 = np.median(found, axis=0)
+    return float(p50), float(p99)
 
 
 # --- the processes ---------------------------------------------------------------------------
