@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvd_client import Lease
 
+READABLE = int(zmq.POLLIN)  # with the flag itself a check takes twice as long
 EPOCH = (1 << 61) + 1  # as long on the wire as a real one
 
 
@@ -95,7 +96,7 @@ def _serve(endpoint: str, matched: bytes, done: bytes | None) -> None:
         poller.register(socket.fileno(), select.POLLIN)
         while True:
             # As kvd's router does: until it is empty, since the descriptor tells of changes alone.
-            while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            while int(socket.getsockopt(zmq.EVENTS)) & READABLE:
                 identity, *request = socket.recv_multipart(zmq.NOBLOCK)
                 reply = matched if len(request) == 2 else done
                 if reply is not None:
