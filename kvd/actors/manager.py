@@ -7,6 +7,7 @@ memory or for other leases is awaited, in the order of arrival.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import math
@@ -400,7 +401,7 @@ class Manager:
     def lease_status(self, limit: int, clients: dict[int, str]) -> tuple[LeaseStatus, ...]:
         """The oldest leases; `clients` has the names of the sessions' clients."""
         now = time.monotonic()
-        oldest = sorted(self.state.leases, key=lambda lease: lease.since)[:limit]
+        oldest = heapq.nsmallest(limit, self.state.leases, key=lambda lease: lease.since)
         return tuple(
             LeaseStatus(
                 session_name(lease.session),

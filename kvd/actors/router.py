@@ -23,10 +23,9 @@ import kvd
 from kvd.actors.sessions import Session, SessionTable, sweep
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
-from kvd.protocol.codec import decode_request, encode, request_id
+from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import (
-    BadRequest,
     ConfigError,
     DeadlineExceeded,
     KvdError,
@@ -174,8 +173,8 @@ class Router:
         identity, header, *rest = frames if len(frames) > 1 else (frames[0], b"")
         try:
             request = decode_request(header)
-        except BadRequest as error:
-            self._refuse(identity, request_id(header), error)
+        except KvdError as error:
+            self._refuse(identity, request_id(header[:MAX_HEADER_BYTES]), error)
             return
         self.counters["requests"] += 1
         with request_span(type(request).__name__, request.trace):
