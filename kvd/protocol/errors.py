@@ -62,6 +62,15 @@ class LeaseEnded(KvdError):
     code = "lease_ended"
 
 
+class Dropped(KvdError):
+    """Raised at a commit when the blocks it follows, or its namespace's, were dropped meanwhile.
+
+    The pages stay the lease's own: what was computed is good, but nobody else will match it.
+    """
+
+    code = "dropped"
+
+
 class OutOfPages(KvdError):
     """Raised when pages could not be had within the deadline.
 
