@@ -26,8 +26,7 @@ from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Shortage, StatusReply
 from kvd.protocol.units import format_bytes
-from kvd_client.client import Client, Namespace
-from kvd_client.lease import Lease
+from kvd_client.client import Client, Lease, Namespace
 
 __all__ = [
     "BadRequest",

@@ -1,10 +1,9 @@
-"""Lease: a context manager over pages; views of them as numpy arrays or torch tensors."""
+"""LeaseBase: a context manager over pages; views of them as numpy arrays or torch tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -40,14 +39,14 @@ from kvd.protocol.messages import (
     Runs,
     Shortage,
 )
-from kvd_client.session import Session, result_of, traceparent, wire
+from kvd_client.session import Operation, Session, result_of, traceparent, wire
 
 if TYPE_CHECKING:
     import torch
 
     from kvd.arena.host import MappedArena
     from kvd.protocol.layout import Layout
-    from kvd_client.client import Client
+    from kvd_client.base import ClientBase
 
 R = TypeVar("R", bound=AnyReply)
 
@@ -99,7 +98,7 @@ class Binding:
         threading.Thread(target=run, name="kvd-populate", daemon=True).start()
 
 
-class Lease:
+class LeaseBase:
     """The right to a prefix's pages and to pages behind it, until released.
 
     The lease's block table, `pages`, has the matched blocks' pages first and the reserved ones
@@ -107,12 +106,12 @@ class Lease:
     through read-only views, what is reserved is written through writable ones; after using either
     and before relying on the result, `check()` says whether the pages were still this lease's.
 
-    Not for several threads at once.
+    Not for several threads or tasks at once.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: ClientBase,
         layout: Layout,
         binding: Binding | None = None,
         lease_id: int = 0,
@@ -175,16 +174,12 @@ class Lease:
 
     # --- pages ---
 
-    def reserve(self, num_tokens: int, *, timeout: float | None = None) -> None:
-        """Have pages for `num_tokens` tokens of the sequence in all, and some ahead.
-
-        Waits its turn within the timeout. Raises OutOfPages, LeaseEnded, DaemonUnavailable.
-        """
+    def _reserve(self, num_tokens: int, timeout: float | None) -> Operation[None]:
         missing = pages_for(num_tokens, self.layout) - len(self.pages)
         if missing <= 0:
             return
         binding = self._bound()
-        deadline = time.monotonic() + (self._client.timeout if timeout is None else timeout)
+        deadline = self._client.deadline(timeout)
         request = ReserveRequest(
             id=self._client.next_id(),
             epoch=binding.session.epoch,
@@ -196,7 +191,8 @@ class Lease:
                 ),
             ),
         )
-        self._grant(result_of(self._ask(request, deadline, ReserveReply).results).runs)
+        reply = yield from self._ask(request, deadline, ReserveReply)
+        self._grant(result_of(reply.results).runs)
 
     def _grant(self, runs: Runs) -> None:
         pages = pages_of(runs)
@@ -259,15 +255,7 @@ class Lease:
 
     # --- ends ---
 
-    def commit(self, tokens: TokenIds, *, timeout: float | None = None) -> int:
-        """Make the next blocks matchable; how many tokens of the sequence are committed now.
-
-        `tokens` are those that follow `num_committed`; the full blocks among them, every row of
-        which must have been written, are committed and never written again. A block that somebody
-        else committed meanwhile stays, and its page stands in `pages` from then on; views of this
-        lease's own copy stay good until the lease ends. Raises PagesInUse, LeaseEnded,
-        DaemonUnavailable, DeadlineExceeded; after the last, commit again.
-        """
+    def _commit(self, tokens: TokenIds, timeout: float | None) -> Operation[int]:
         packed = pack_tokens(tokens)
         count = len(packed) // (self.layout.block_size * TOKEN_BYTES)
         stop = self.num_committed + count * self.layout.block_size
@@ -277,7 +265,7 @@ class Lease:
             return self.num_committed
         self._check_exports(stop)
         binding = self._bound()
-        deadline = time.monotonic() + (self._client.timeout if timeout is None else timeout)
+        deadline = self._client.deadline(timeout)
         first = self.num_committed // self.layout.block_size
         packed = packed[: count * self.layout.block_size * TOKEN_BYTES]
         item = CommitItem(
@@ -294,7 +282,8 @@ class Lease:
             items=(item,),
         )
         self._num_named = stop
-        result = result_of(self._ask(request, deadline, CommitReply, packed).results)
+        reply = yield from self._ask(request, deadline, CommitReply, packed)
+        result = result_of(reply.results)
         # Where a block was there before, its page takes the place of this lease's copy.
         self.pages[first : first + count] = pages_of(result.runs)
         self.num_committed = stop
@@ -348,9 +337,10 @@ class Lease:
 
     def _ask(
         self, request: AnyRequest, deadline: float, kind: type[R], tokens: bytes | None = None
-    ) -> R:
+    ) -> Operation[R]:
+        session = self._bound().session
         try:
-            return self._client.request(self._bound().session, request, deadline, kind, tokens)
+            return (yield from self._client.request(session, request, deadline, kind, tokens))
         except (NotAttached, StaleEpoch) as error:
             raise LeaseEnded(f"the lease ended with its session: {error}") from error
 

@@ -14,7 +14,7 @@ from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
     from kvd_client.client import Client, Namespace
-    from kvd_client.lease import Lease
+    from kvd_client.client import Lease
 
 T = TypeVar("T")
 
