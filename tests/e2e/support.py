@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
-    from kvd_client.client import Client, Namespace
-    from kvd_client.client import Lease
+    from kvd_client.client import Client, Lease, Namespace
 
 T = TypeVar("T")
 
