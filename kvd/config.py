@@ -49,13 +49,37 @@ class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients may send and hold. `wait_seconds` bounds a request without a deadline."""
+    """What clients may send and hold. `wait_seconds` bounds a request without a deadline.
+
+    Of the capacity, a session may hold `session_reserved_fraction` in pages that it has not
+    committed; pins may hold `pinned_fraction` in all and `owner_pinned_fraction` for one owner.
+    Namespaces and layouts that nobody uses make place for others.
+    """
 
     sessions: Count = 1024
+    process_sessions: Count = 64
     session_leases: Count = 16_384
+    session_reserved_fraction: Fraction = 0.9
+    namespaces: Count = 4096
+    layouts: Count = 64
+    pins: Count = 1024
+    pinned_fraction: Fraction = 0.5
+    owner_pinned_fraction: Fraction = 0.25
     batch_items: Count = 4096
     request_bytes: ByteSize = ByteSize(64 << 20)
     wait_seconds: Seconds = 60.0
+
+
+class QuotaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What each namespace of a model and a salt keeps at least and gets at most (0: no bound).
+
+    Empty names mean any; of several quotas the first that fits counts.
+    """
+
+    model: str = ""
+    salt: str = ""
+    guaranteed_bytes: ByteSize = ByteSize(0)
+    max_bytes: ByteSize = ByteSize(0)
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +103,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitConfig = LimitConfig()
     log: LogConfig = LogConfig()
     tiers: tuple[dict[str, Any], ...] = ({"type": "host"},)
+    quotas: tuple[QuotaConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cache.low_watermark > self.cache.high_watermark:

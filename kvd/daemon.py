@@ -66,7 +66,7 @@ class Daemon(AsyncContextManagerMixin):
             except OSError as error:
                 raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
             tier = TierActor(self.tier)
-            self._manager = Manager(self.config.cache, self.config.limits, tier, header)
+            self._manager = Manager(self.config, tier, header)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
             router = Router(self.config, self._manager, sessions, self.epoch, header_path)
             async with create_task_group() as below:

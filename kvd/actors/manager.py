@@ -7,41 +7,62 @@ memory or for other leases is awaited, in the order of arrival.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 import anyio
 import msgspec
 
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import NUM_SLOTS, SharedHeader
-from kvd.arena.page_table import PageState
-from kvd.arena.runs import pages_of, runs_of
-from kvd.cache.state import (
-    ArenaState,
-    CacheState,
+from kvd.arena.page_table import table_bytes
+from kvd.arena.runs import Pages, pages_of, runs_of
+from kvd.cache.memory import NO_QUOTA, ArenaState, Namespace, Quota
+from kvd.cache.plan import (
+    Back,
     Committed,
+    Dropped,
     Ended,
     Freed,
     Granted,
-    Namespace,
+    Matched,
     Plan,
     Quarantined,
+    Removed,
     Reserved,
+    Unback,
 )
-from kvd.protocol.errors import BadRequest, KvdError, LeaseEnded, OutOfPages, TierFailed
+from kvd.cache.rows import rows_of
+from kvd.cache.state import CacheState
+from kvd.protocol.errors import (
+    BadRequest,
+    KvdError,
+    LeaseEnded,
+    OutOfPages,
+    TierFailed,
+    UnknownNamespace,
+)
 from kvd.protocol.keys import Identity, check_identity, fingerprint, namespace_key
 from kvd.protocol.layout import Layout, check_layout
 from kvd.protocol.messages import (
     CommitItem,
     CommitResult,
+    DropItem,
+    DropResult,
+    ForkItem,
+    LeaseStatus,
     MatchItem,
     MatchResult,
     NamespaceStatus,
+    PinItem,
+    PinResult,
+    PinStatus,
     Run,
     Runs,
     Shortage,
@@ -49,17 +70,24 @@ from kvd.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup, TaskStatus
+    from anyio.abc import TaskStatus
 
     from kvd.cache.leases import Lease
-    from kvd.config import CacheConfig, LimitConfig
+    from kvd.config import Config
     from kvd.protocol.codec import Tokens
+    from kvd.protocol.messages import Extras
     from kvd.tiers.base import TierArena
 
 logger = logging.getLogger(__name__)
 
 # After the file system refused memory it is asked again only so much later.
 BACKING_PAUSE_SECONDS = 5.0
+# The session, which no client has, of leases that the daemon itself holds.
+OWN_SESSION = 0
+# Of who holds most pages, a shortage names so many.
+NUM_HOLDERS = 5
+
+_Job: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -84,90 +112,147 @@ class Opened:
 class Manager:
     """The cache of one daemon: one memory tier and what is known about it."""
 
-    def __init__(
-        self, config: CacheConfig, limits: LimitConfig, tier: TierActor, header: SharedHeader
-    ) -> None:
+    def __init__(self, config: Config, tier: TierActor, header: SharedHeader) -> None:
         self._config = config
-        self._limits = limits
         self._tier = tier
         self._header = header
-        self.state = CacheState(
-            tier.tier.capacity_bytes,
-            NUM_SLOTS,
-            high_watermark=config.high_watermark,
-            low_watermark=config.low_watermark,
-            max_session_leases=limits.session_leases,
-        )
-        self._arenas: list[TierArena] = []
+        self.state = CacheState(tier.tier.capacity_bytes, NUM_SLOTS, config.cache, config.limits)
+        self._arenas: dict[int, TierArena] = {}
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
+        # Work for the tier's thread, one after the other: memory is taken before it is given.
+        self._jobs: deque[_Job] = deque()
+        self._new_job = anyio.Event()
         self._untidy = anyio.Event()
-        self._begun: list[tuple[ArenaState, Run]] = []
+        self._pinned = anyio.Event()
+        self._paused = anyio.Event()
+        self._holds = itertools.count(1)
         self._closing = False
-        self._tasks: TaskGroup | None = None
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Keep the tier in order: evict above the watermark, have some memory ready."""
-        async with anyio.create_task_group() as self._tasks:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._work)
+            tasks.start_soon(self._resume_backing)
+            tasks.start_soon(self._expire_pins)
             task_status.started()
             while not self._closing:
                 await self._untidy.wait()
                 self._untidy = anyio.Event()
-                begun, self._begun = self._begun, []
-                for arena, piece in begun:
-                    self._tasks.start_soon(self._back_piece, arena, piece)
-                self._carry_out(self.state.trim())
+                self._carry_out(self.state.memory.trim())
                 self._back_ahead()
-            self._tasks.cancel_scope.cancel()
+            tasks.cancel_scope.cancel()
 
     def close(self) -> None:
         """Begin nothing more; memory that was being given is given up."""
         self._closing = True
         self._untidy.set()
 
-    # --- verbs ---
+    # --- namespaces ---
 
-    async def open(self, identity: Identity, layout: Layout, salt: str) -> Opened:
+    async def open(
+        self, session: int, identity: Identity, layout: Layout, salt: str, *, extras: bool
+    ) -> Opened:
         """The namespace of an identity, layout and salt; its arena is made at the first use."""
         check_identity(identity)
         check_layout(layout)
+        key = namespace_key(identity, layout, salt, extras=extras)
         async with self._opening:
             arena = self.state.find_arena(layout)
-            if arena is None:
-                made = await self._tier.create_arena(layout, fingerprint(identity, layout))
-                arena = self.state.add_arena(layout, made.num_pages, made.extent_pages)
-                self._arenas.append(made)
-        key = namespace_key(identity, layout, salt)
-        namespace = self.state.open_namespace(key, identity, salt, arena)
+            if not self.state.knows(key):
+                self._carry_out(self.state.make_place(for_arena=arena is None))
+                arena = self.state.find_arena(layout) or await self._add_arena(identity, layout)
+            assert arena is not None
+            namespace = self.state.open_namespace(
+                session,
+                key,
+                identity,
+                salt,
+                arena,
+                extras=extras,
+                quota=self._quota(identity, salt),
+            )
         self._untidy.set()
         return Opened(namespace, self._arenas[arena.id])
 
+    async def _add_arena(self, identity: Identity, layout: Layout) -> ArenaState:
+        made = await self._tier.create_arena(layout, fingerprint(identity, layout))
+        size = table_bytes(layout, made.num_pages)
+        arena, plan = self.state.add_arena(layout, made.num_pages, made.extent_pages, size)
+        self._arenas[arena.id] = made
+        self._carry_out(plan)
+        return arena
+
+    def _quota(self, identity: Identity, salt: str) -> Quota:
+        for quota in self._config.quotas:
+            if quota.model in ("", identity.model) and quota.salt in ("", salt):
+                return Quota(quota.guaranteed_bytes, quota.max_bytes)
+        return NO_QUOTA
+
+    def close_namespace(self, session: int, number: int) -> None:
+        if (namespace := self.state.namespaces.get(number)) is not None:
+            self._carry_out(self.state.close_namespace(session, namespace))
+
+    def _opened(self, session: int, number: int) -> Namespace:
+        namespace = self.state.namespaces.get(number)
+        if namespace is None or session not in namespace.sessions:
+            raise UnknownNamespace(f"this session has not opened namespace {number}")
+        return namespace
+
+    def _known(self, number: int) -> Namespace:
+        if (namespace := self.state.namespaces.get(number)) is None:
+            raise UnknownNamespace(f"there is no namespace {number}")
+        return namespace
+
+    # --- leases ---
+
     def match(self, session: int, item: MatchItem, tokens: Tokens) -> tuple[Lease, MatchResult]:
         """Lease the longest resident prefix; pages to reserve are the caller's next step."""
+        namespace = self._opened(session, item.namespace)
         matched = self.state.match(
-            session, item.lease, self.state.namespaces[item.namespace], tokens
+            session,
+            item.lease,
+            namespace,
+            _rows(namespace, tokens, item.extras),
+            exact_tail=item.exact_tail,
+            now=time.monotonic(),
         )
+        return matched.lease, self._result(matched)
+
+    def fork(self, session: int, item: ForkItem) -> tuple[Lease, MatchResult]:
+        """Lease the committed blocks of a lease once more."""
+        source = self.lease(session, item.source)
+        matched = self.state.fork(session, item.lease, source, time.monotonic())
+        return matched.lease, self._result(matched)
+
+    def _result(self, matched: Matched) -> MatchResult:
         self._carry_out(matched.plan)
         lease = matched.lease
         num_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
-        by_tier = {self._tier.tier.name: num_tokens} if num_tokens else {}
-        result = MatchResult(
-            num_tokens, matched.runs, lease.slot, lease.generation, tokens_by_tier=by_tier
+        resident = num_tokens + (matched.tail.num_tokens if matched.tail else 0)
+        by_tier = {self._tier.tier.name: resident} if resident else {}
+        return MatchResult(
+            num_tokens,
+            matched.runs,
+            lease.slot,
+            lease.generation,
+            tokens_by_tier=by_tier,
+            tail=matched.tail,
         )
-        return lease, result
 
     def lease(self, session: int, lease_id: int) -> Lease:
         return self.state.leases.get(session, lease_id)
 
     def reserve_now(self, lease: Lease, start: int, stop: int, ahead: int) -> Runs | None:
         """The pages, if they can be had without waiting and without overtaking who waits."""
-        if self._waiters and stop > len(lease.granted):
+        if stop > len(lease.granted) and any(
+            _rivals(lease, other.lease) for other in self._waiters
+        ):
             return None
         answer = self.state.reserve(lease, start, stop, ahead)
-        if not isinstance(answer, Granted):
-            self._back(lease.namespace.arena, answer.backing)
-            return None
         self._write(answer.plan)
+        if not isinstance(answer, Granted):
+            return None
         self._untidy.set()
         return runs_of(answer.pages)
 
@@ -175,11 +260,6 @@ class Manager:
         self, lease: Lease, start: int, stop: int, ahead: int, seconds: float
     ) -> Runs:
         """The pages, in the order of arrival; raises OutOfPages or LeaseEnded."""
-        wanted = stop - len(lease.granted)
-        # Beside what the lease itself holds there will never be more.
-        own = lease.num_blocks + len(lease.reserved)
-        if wanted > lease.namespace.arena.pool.num_pages - own:
-            raise out_of_pages(self.shortage(lease, wanted))
         waiter = _Waiter(lease, start, stop, ahead)
         self._waiters.append(waiter)
         self._serve_waiters()
@@ -193,17 +273,16 @@ class Manager:
         if waiter.error:
             raise waiter.error
         if not waiter.done.is_set():
-            raise out_of_pages(self.shortage(lease, stop - len(lease.granted)))
+            wanted = stop - len(lease.granted)
+            raise self._out_of_pages(self.state.memory.shortage(lease.namespace, wanted))
         return waiter.runs
-
-    def shortage(self, lease: Lease, num_wanted: int) -> Shortage:
-        return self.state.shortage(lease.namespace.arena, num_wanted)
 
     def commit(self, session: int, item: CommitItem, tokens: Tokens) -> CommitResult:
         lease = self.lease(session, item.lease)
-        if sum(run.count for run in item.pages) > lease.namespace.arena.pool.num_pages:
-            raise BadRequest("a commit names more pages than there are")
-        answer = self.state.commit(lease, item.first_block, pages_of(item.pages), tokens)
+        pages = _pages(lease, item.pages)
+        first = item.first_block * lease.namespace.arena.layout.block_size
+        rows = _rows(lease.namespace, tokens, item.extras, first)
+        answer = self.state.commit(lease, item.first_block, pages, rows)
         self._carry_out(answer.plan)
         return CommitResult(runs_of(answer.pages), answer.num_duplicates)
 
@@ -212,9 +291,12 @@ class Manager:
             if lease := self.state.leases.find(session, lease_id):
                 self._carry_out(self.state.abort(lease))
 
-    def release(self, session: int, leases: Sequence[int]) -> None:
+    def release(self, session: int, leases: Sequence[int], keep_blocks: int = 0) -> None:
         for lease_id in leases:
-            self._carry_out(self.state.release(session, lease_id))
+            if not keep_blocks:
+                self._carry_out(self.state.release(session, lease_id))
+            elif lease := self.state.leases.find(session, lease_id):
+                self._carry_out(self.state.keep(lease, keep_blocks))
 
     def release_others(self, session: int, living: Sequence[int]) -> None:
         """Release what a session holds beside the leases that it says it has."""
@@ -222,34 +304,132 @@ class Manager:
         extra = [lease.id for lease in self.state.leases.of_session(session)]
         self.release(session, [lease_id for lease_id in extra if lease_id not in keep])
 
-    def close_namespace(self, session: int, namespace: int) -> None:
-        self.release(
-            session,
-            [x.id for x in self.state.leases.of_session(session) if x.namespace.id == namespace],
-        )
-
     def end_session(self, session: int) -> None:
         self._carry_out(self.state.end_session(session))
 
     def session_gone(self, session: int) -> None:
         self._carry_out(self.state.session_gone(session))
 
+    # --- copies for who cannot map ---
+
+    def hold(self, lease: Lease) -> int:
+        """Hold a lease's blocks in the daemon's own name, until `let_go` of this number."""
+        number = next(self._holds)
+        self._carry_out(self.state.fork(OWN_SESSION, number, lease, time.monotonic()).plan)
+        return number
+
+    def let_go(self, number: int) -> None:
+        self.release(OWN_SESSION, [number])
+
+    def load(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
+        """The bytes of pages that a lease holds, slice by slice, run by run, where they lie."""
+        pages = _pages(lease, runs)
+        held = lease.node.path_pages().tolist()
+        if lease.tail is not None:
+            held.append(lease.tail.page)
+        if not set(held).issuperset(pages.tolist()):
+            raise BadRequest("a load may name the blocks of its lease alone")
+        pieces = self._pieces(lease, runs, slices)
+        if lease.tail is not None and lease.tail.page in pages:
+            # What is sent where it lies is held as the lease's path is; a tail is not part of it.
+            return [memoryview(bytes(piece)) for piece in pieces]
+        return pieces
+
+    def store(self, lease: Lease, runs: Runs, slices: range, data: memoryview) -> None:
+        """Write bytes, as load gives them, into pages that the lease reserved."""
+        if not lease.reserved.issuperset(_pages(lease, runs).tolist()):
+            raise BadRequest("a store may name pages that its lease reserved alone")
+        pieces = self._pieces(lease, runs, slices)
+        if sum(map(len, pieces)) != len(data):
+            raise BadRequest(f"{len(data)} bytes do not fill {sum(map(len, pieces))}")
+        start = 0
+        for piece in pieces:
+            piece[:] = data[start : start + len(piece)]
+            start += len(piece)
+
+    def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
+        memory = self._arenas[lease.namespace.arena.id].memory
+        return [memory.slice_view(number, run) for number in slices for run in runs]
+
+    # --- pins and drops ---
+
+    def pin(self, item: PinItem, owner: str, tokens: Tokens) -> PinResult:
+        namespace = self._known(item.namespace)
+        rows = _rows(namespace, tokens, item.extras)
+        pinned = self.state.pin(owner, namespace, rows, item.seconds, time.monotonic())
+        self._carry_out(pinned.plan)
+        self._pinned.set()
+        layout = namespace.arena.layout
+        return PinResult(
+            pinned.pin, pinned.num_blocks * layout.block_size, pinned.num_blocks * layout.page_bytes
+        )
+
+    def unpin(self, owner: str, pins: tuple[int, ...]) -> int:
+        count, plan = self.state.unpin(owner, pins)
+        self._carry_out(plan)
+        return count
+
+    async def _expire_pins(self) -> None:
+        while True:
+            expiry = self.state.pins.next_expiry()
+            seconds = math.inf if expiry is None else max(0.0, expiry - time.monotonic())
+            with anyio.move_on_after(seconds):
+                await self._pinned.wait()
+            self._pinned = anyio.Event()
+            self._carry_out(self.state.expire(time.monotonic()))
+
+    def drop(self, item: DropItem, tokens: Tokens) -> DropResult:
+        namespace = self._known(item.namespace)
+        rows = _rows(namespace, tokens, item.extras)
+        answer = self.state.drop(namespace, rows, item.from_block)
+        self._carry_out(answer.plan)
+        return DropResult({self._tier.tier.name: answer.num_blocks}, answer.num_detached)
+
     # --- status ---
 
     def tier_status(self) -> TierStatus:
-        pages = {state.name.lower(): 0 for state in PageState}
-        for arena in self.state.arenas:
-            for name, count in arena.pool.counts().items():
-                pages[name] += count
         return TierStatus(
             self._tier.tier.name,
-            self.state.capacity_bytes,
-            sum(arena.backed_bytes for arena in self._arenas),
-            pages,
+            self.state.memory.capacity_bytes,
+            sum(arena.backed_bytes for arena in self._arenas.values()),
+            self.state.memory.pages_by_state(),
         )
 
     def namespace_status(self) -> tuple[NamespaceStatus, ...]:
-        return tuple(map(_namespace_status, self.state.namespaces.values()))
+        leases = Counter(lease.namespace.id for lease in self.state.leases)
+        return tuple(_namespace_status(n, leases[n.id]) for n in self.state.namespaces.values())
+
+    def lease_status(self, limit: int, clients: dict[int, str]) -> tuple[LeaseStatus, ...]:
+        """The oldest leases; `clients` has the names of the sessions' clients."""
+        now = time.monotonic()
+        oldest = sorted(self.state.leases, key=lambda lease: lease.since)[:limit]
+        return tuple(
+            LeaseStatus(
+                session_name(lease.session),
+                clients.get(lease.session, "kvd"),
+                lease.id,
+                lease.namespace.id,
+                lease.num_blocks,
+                len(lease.reserved),
+                sum(node.num_blocks for node in lease.node.path() if node.detached),
+                round(now - lease.since, 3),
+            )
+            for lease in oldest
+        )
+
+    def pin_status(self, limit: int) -> tuple[PinStatus, ...]:
+        now = time.monotonic()
+        return tuple(
+            PinStatus(
+                pin.id,
+                pin.owner,
+                pin.namespace.id,
+                pin.num_blocks * pin.namespace.arena.layout.block_size,
+                pin.num_bytes,
+                round(pin.expires - now, 3),
+            )
+            for pin in list(self.state.pins)[:limit]
+        )
 
     # --- carrying out ---
 
@@ -268,103 +448,181 @@ class Manager:
                     self._arenas[step.arena].table.commit(
                         step.pages, step.parent, step.first_block, step.tokens, step.namespace
                     )
+                case Dropped():
+                    self._arenas[step.arena].table.detach(step.pages)
                 case Freed():
                     self._arenas[step.arena].table.free(step.pages)
                 case Quarantined():
                     self._arenas[step.arena].table.quarantine(step.pages)
                 case Ended():
                     self._header.set_generation(step.slot, step.generation)
+                case Back():
+                    for piece in backing_pieces(self._arenas[step.arena], step.run):
+                        self._do(self._back, self.state.memory.arenas[step.arena], piece)
+                case Unback():
+                    arena = self._arenas[step.arena]
+                    arena.table.unback(pages_of([step.run]))
+                    self._do(self._tier.unback, arena, step.run)
+                case Removed():
+                    self._do(self._tier.remove_arena, self._arenas.pop(step.arena))
                 case _:
                     assert_never(step)
 
     def _serve_waiters(self) -> None:
-        """Answer the waiting reserves from the front, as far as pages go."""
-        self._dismiss_ended()
-        while self._waiters:
-            waiter = self._waiters[0]
-            answer = self.state.reserve(waiter.lease, waiter.start, waiter.stop, waiter.ahead)
-            if not isinstance(answer, Granted):
-                self._back(waiter.lease.namespace.arena, answer.backing)
-                return
-            self._write(answer.plan)
-            waiter.runs = runs_of(answer.pages)
-            self._waiters.popleft()
-            waiter.done.set()
-            self._untidy.set()
+        """Answer the waiting reserves in their order, as far as pages go.
 
-    def _dismiss_ended(self) -> None:
-        """Tell the waiters whose leases have ended, wherever they stand."""
+        Who cannot be served holds up those behind who want the same pages, and nobody else.
+        """
+        unserved: list[Lease] = []
         for waiter in list(self._waiters):
             lease = waiter.lease
-            if self.state.leases.find(lease.session, lease.id) is not lease:
-                waiter.error = LeaseEnded(f"lease {lease.id} ended while it waited for pages")
-                self._waiters.remove(waiter)
-                waiter.done.set()
+            is_held_up = any(_rivals(lease, other) for other in unserved)
+            if is_held_up and self.state.leases.has(lease):
+                continue
+            if not waiter.done.is_set() and not self._try_serve(waiter):
+                unserved.append(lease)
+        self._waiters = deque(waiter for waiter in self._waiters if not waiter.done.is_set())
+
+    def _try_serve(self, waiter: _Waiter) -> bool:
+        lease = waiter.lease
+        try:
+            if not self.state.leases.has(lease):
+                raise LeaseEnded(f"lease {lease.id} ended while it waited for pages")
+            answer = self.state.reserve(lease, waiter.start, waiter.stop, waiter.ahead)
+            self._write(answer.plan)
+            if isinstance(answer, Granted):
+                waiter.runs = runs_of(answer.pages)
+                self._untidy.set()
+            elif answer.hopeless:
+                raise self._out_of_pages(answer.shortage)
+            else:
+                return False
+        except KvdError as error:
+            waiter.error = error
+        waiter.done.set()
+        return True
+
+    def _out_of_pages(self, shortage: Shortage) -> OutOfPages:
+        held: Counter[int] = Counter()
+        for lease in self.state.leases:
+            held[lease.session] += lease.num_blocks + len(lease.reserved)
+        holders = {session_name(number): count for number, count in held.most_common(NUM_HOLDERS)}
+        return out_of_pages(msgspec.structs.replace(shortage, holders=holders))
 
     # --- memory ---
 
     def _back_ahead(self) -> None:
         """Have `back_ahead_bytes` of free memory ready in each arena, while the capacity lasts."""
+        memory = self.state.memory
         # Of a small capacity no layout takes much before it is asked for.
-        size = min(self._config.back_ahead_bytes, self.state.capacity_bytes // 16)
-        for arena in self.state.arenas:
-            ahead = math.ceil(size / arena.layout.page_bytes)
-            pool = arena.pool
-            if not pool.num_backed:  # a layout of which nothing was reserved yet needs nothing
-                continue
-            if (missing := ahead - pool.num_free) > 0 and not pool.num_backing:
-                self._back(arena, self.state.begin_backing(arena, missing))
+        size = min(self._config.cache.back_ahead_bytes, memory.capacity_bytes // 16)
+        plan: Plan = []
+        for arena in memory.arenas.values():
+            missing = math.ceil(size / arena.layout.page_bytes) - arena.pool.num_free
+            # A layout of which nothing was reserved yet needs nothing.
+            if arena.pool.num_backed and missing > 0 and not arena.pool.num_backing:
+                memory.begin_backing(arena, missing, plan)
+        self._write(plan)
 
-    def _back(self, arena: ArenaState, runs: Sequence[Run]) -> None:
-        """Have memory given. Tasks are started by `run`: this is called from no task of its own."""
-        for run in runs:
-            self._begun += [(arena, piece) for piece in backing_pieces(self._arenas[arena.id], run)]
-            self._untidy.set()
+    def _do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        self._jobs.append((function, args))
+        self._new_job.set()
 
-    async def _back_piece(self, arena: ArenaState, piece: Run) -> None:
+    async def _work(self) -> None:
+        while True:
+            await self._new_job.wait()
+            self._new_job = anyio.Event()
+            while self._jobs:
+                function, args = self._jobs.popleft()
+                try:
+                    await function(*args)
+                except TierFailed as error:
+                    logger.error("reason=tier_failed %s", error)
+
+    async def _back(self, arena: ArenaState, piece: Run) -> None:
         try:
             await self._tier.back(self._arenas[arena.id], piece)
             backed = True
         except TierFailed as error:
             backed = False
             self._pause_backing(error)
-        self._carry_out(self.state.end_backing(arena, piece, backed=backed))
+        self._carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
         if not backed:
             self._serve_waiters()
 
     def _pause_backing(self, error: TierFailed) -> None:
         """The file system is full: go on with what there is, and ask again later."""
-        assert self._tasks is not None
-        if self.state.may_back:
-            self.state.may_back = False
+        memory = self.state.memory
+        if memory.may_back:
+            memory.may_back = False
             logger.error("reason=no_memory %s; asking again in %s s", error, BACKING_PAUSE_SECONDS)
-            self._tasks.start_soon(self._resume_backing)
+            self._paused.set()
 
     async def _resume_backing(self) -> None:
-        await anyio.sleep(BACKING_PAUSE_SECONDS)
-        self.state.may_back = True
-        self._serve_waiters()
-        self._untidy.set()
+        while True:
+            self._paused = anyio.Event()
+            await self._paused.wait()
+            await anyio.sleep(BACKING_PAUSE_SECONDS)
+            self.state.memory.may_back = True
+            self._serve_waiters()
+            self._untidy.set()
+
+
+def session_name(session: int) -> str:
+    """A session's public name: that of its file."""
+    return f"{session:016x}"
 
 
 def out_of_pages(shortage: Shortage) -> OutOfPages:
+    quota = f", whose namespace may have {shortage.max_pages}" if shortage.max_pages else ""
     return OutOfPages(
-        f"{shortage.num_wanted} pages wanted, {shortage.num_free} free; of {shortage.num_pages} "
-        f"{shortage.num_locked} are locked by leases, {shortage.num_reserved} reserved, "
-        f"{shortage.num_quarantined} quarantined",
+        f"{shortage.num_wanted} pages wanted{quota}, {shortage.num_free} free; of "
+        f"{shortage.num_pages} {shortage.num_locked} are locked by leases and pins, "
+        f"{shortage.num_reserved} reserved, {shortage.num_quarantined} quarantined",
         **msgspec.structs.asdict(shortage),
     )
 
 
-def _namespace_status(namespace: Namespace) -> NamespaceStatus:
-    nodes = list(namespace.tree.nodes())
+def _rivals(lease: Lease, other: Lease) -> bool:
+    """Whether two leases want pages of the same kind."""
+    mine, theirs = lease.namespace, other.namespace
+    return mine is theirs or (mine.arena is theirs.arena and not theirs.quota.max_bytes)
+
+
+def _pages(lease: Lease, runs: Runs) -> Pages:
+    if sum(run.count for run in runs) > lease.namespace.arena.pool.num_pages:
+        raise BadRequest("a request names more pages than there are")
+    pages = pages_of(runs)
+    if len(pages) and int(pages.max()) >= lease.namespace.arena.pool.num_pages:
+        raise BadRequest("a request names pages that do not exist")
+    return pages
+
+
+def _rows(namespace: Namespace, tokens: Tokens, extras: Extras, first: int = 0) -> bytes:
+    return rows_of(tokens, extras, first, namespace.tree.row_bytes)
+
+
+def _namespace_status(namespace: Namespace, num_leases: int) -> NamespaceStatus:
+    identity, layout = namespace.identity, namespace.arena.layout
     return NamespaceStatus(
-        namespace.id,
-        namespace.identity.model,
-        namespace.identity.revision,
-        namespace.salt,
-        namespace.arena.layout.block_size,
-        namespace.arena.layout.page_bytes,
-        sum(node.num_blocks for node in nodes),
-        len(nodes),
+        namespace=namespace.id,
+        model=identity.model,
+        revision=identity.revision,
+        salt=namespace.salt,
+        block_size=layout.block_size,
+        page_bytes=layout.page_bytes,
+        num_blocks=namespace.tree.num_blocks,
+        num_nodes=namespace.tree.num_nodes,
+        adapter=identity.adapter,
+        shard_rank=identity.shard_rank,
+        shard_size=identity.shard_size,
+        positions=identity.positions,
+        extras=namespace.has_extras,
+        layout=str(layout),
+        num_pages=namespace.num_pages,
+        guaranteed_bytes=namespace.quota.guaranteed_bytes,
+        max_bytes=namespace.quota.max_bytes,
+        num_leases=num_leases,
+        num_sessions=len(namespace.sessions),
+        generation=namespace.generation,
     )

@@ -1,4 +1,4 @@
-"""Router: the ROUTER socket; from frames to calls of the manager and back.
+"""Router: the ROUTER socket; from frames to requests and back.
 
 The socket is read until it is empty in a callback of the event loop, and each request is answered
 there and then; only what must wait becomes a task. Measured, 8 clients: two to three times the
@@ -12,63 +12,44 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVarTuple, assert_never
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import zmq
-from msgspec.structs import replace
 
 import kvd
 from kvd.actors.sessions import Session, SessionTable, sweep
-from kvd.arena.membership import is_held
-from kvd.protocol.codec import TOKEN_BYTES, decode_request, encode, failure, request_id
+from kvd.actors.transfers import Transfers
+from kvd.actors.verbs import Answer, Later, Verbs
+from kvd.protocol.codec import decode_request, encode, request_id
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import (
     BadRequest,
     ConfigError,
     DeadlineExceeded,
     KvdError,
-    LimitExceeded,
-    OutOfPages,
-    SessionLockMissing,
     StaleEpoch,
-    UnknownNamespace,
-    Unsupported,
     VersionMismatch,
 )
 from kvd.protocol.messages import (
     MIN_PROTOCOL_VERSION,
     NO_REPLY,
     PROTOCOL_VERSION,
-    AbortRequest,
     AnyReply,
     AnyRequest,
     AttachReply,
     AttachRequest,
-    CloseRequest,
-    CommitItem,
-    CommitReply,
-    CommitRequest,
-    CommitResult,
     DetachRequest,
     DoneReply,
     ErrorReply,
-    Failure,
-    HeartbeatRequest,
-    MatchItem,
+    ForkRequest,
+    LeasesReply,
+    LeasesRequest,
     MatchReply,
     MatchRequest,
-    MatchResult,
-    OpenReply,
-    OpenRequest,
-    ReleaseRequest,
-    ReserveReply,
-    ReserveRequest,
-    ReserveResult,
     SessionStatus,
-    Shortage,
     StatusReply,
     StatusRequest,
 )
@@ -78,14 +59,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
 
     from kvd.actors.manager import Manager
-    from kvd.cache.leases import Lease
     from kvd.config import Config
 
 logger = logging.getLogger(__name__)
-
-Ts = TypeVarTuple("Ts")
-
-_Work: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ...]]
 
 # After so many messages other callbacks have their turn.
 DRAIN_BATCH = 256
@@ -104,11 +80,13 @@ class Router:
         self._config = config
         self._manager = manager
         self._sessions = sessions
+        self._verbs = Verbs(config.limits, manager, sessions, epoch)
+        self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
-        self._work: list[_Work] = []
+        self._later: list[tuple[bytes, AnyRequest, Later]] = []
         self._stirred = anyio.Event()
         self._is_closing = False
         self.counters: Counter[str] = Counter()
@@ -127,11 +105,13 @@ class Router:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._sweep)
                     task_status.started()
-                    await self._start_work(tasks)
+                    await self._start_later(tasks)
                     tasks.cancel_scope.cancel()
             finally:
                 self._is_closing = True
                 self._loop.remove_reader(self._socket.fileno())
+                for _, _, later in self._later:
+                    later.close()
                 socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -139,22 +119,26 @@ class Router:
         self._is_closing = True
         self._stirred.set()
 
-    async def _start_work(self, tasks: TaskGroup) -> None:
+    async def _start_later(self, tasks: TaskGroup) -> None:
         while not self._is_closing:
             await self._stirred.wait()
             self._stirred = anyio.Event()
-            work, self._work = self._work, []
-            for function, args in work:
-                tasks.start_soon(self._run_guarded, function, args)
+            work, self._later = self._later, []
+            for each in work:
+                tasks.start_soon(self._finish, *each)
 
-    async def _run_guarded(
-        self, function: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]
-    ) -> None:
-        """A fault of ours is one request's alone, whose client runs into its deadline."""
+    async def _finish(self, identity: bytes, request: AnyRequest, later: Later) -> None:
+        """Answer a request that had to wait."""
         try:
-            await function(*args)
+            answer = await later
+        except KvdError as error:
+            self._refuse(identity, request.id, error)
         except Exception:
-            logger.exception("reason=internal %s failed", function.__name__)
+            self._fail(identity, request)
+        else:
+            self._answer(identity, request, answer)
+        # Sending can swallow the news of requests: look for them.
+        self._loop.call_soon(self._drain)
 
     def _bind(self) -> None:
         path = socket_path(self._config.resolved_endpoint)
@@ -179,6 +163,67 @@ class Router:
             self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
         self._loop.call_soon(self._drain)
 
+    # --- requests ---
+
+    def _receive(self, frames: list[bytes]) -> None:
+        started = time.perf_counter()
+        identity, header, *rest = frames if len(frames) > 1 else (frames[0], b"")
+        try:
+            request = decode_request(header)
+        except BadRequest as error:
+            self._refuse(identity, request_id(header), error)
+            return
+        self.counters["requests"] += 1
+        with request_span(type(request).__name__, request.trace):
+            try:
+                self._check(request)
+                answer = self._serve(identity, request, rest)
+                if isinstance(answer, Answer):
+                    self._answer(identity, request, answer)
+                else:
+                    self._later.append((identity, request, answer))
+                    self._stirred.set()
+            except KvdError as error:
+                self._refuse(identity, request.id, error)
+            except Exception:
+                self._fail(identity, request)
+        if (session := self._sessions.find(identity)) is not None:
+            session.took(time.perf_counter() - started)
+
+    def _check(self, request: AnyRequest) -> None:
+        free = isinstance(request, AttachRequest | StatusRequest | LeasesRequest)
+        if not free and request.epoch != self._epoch:
+            raise StaleEpoch("the daemon was restarted: attach again")
+        if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
+            raise DeadlineExceeded("the deadline had passed when the request was read")
+
+    def _serve(
+        self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]
+    ) -> Answer | Later:
+        """Answer what needs no session; the verbs of a session are served by Verbs."""
+        match request:
+            case AttachRequest():
+                return Answer(self._attach(identity, request))
+            case StatusRequest():
+                return Answer(self._status(request))
+            case LeasesRequest():
+                return Answer(self._leases(request))
+        session = self._sessions.get(identity)
+        if isinstance(request, DetachRequest):
+            self._end(session)
+            return Answer(DoneReply(id=request.id, epoch=self._epoch))
+        return self._verbs.serve(session, request, frames)
+
+    # --- answers ---
+
+    def _answer(self, identity: bytes, request: AnyRequest, answer: Answer) -> None:
+        if request.id == NO_REPLY and isinstance(answer.reply, DoneReply):
+            return
+        if answer.frames:
+            self._send_pages(identity, answer)
+        elif not self._send(identity, answer.reply) and isinstance(answer.reply, MatchReply):
+            self._undo(identity, request)
+
     def _send(self, identity: bytes, reply: AnyReply) -> bool:
         """Send without blocking; False for a client that is gone or does not read."""
         try:
@@ -189,95 +234,41 @@ class Router:
             return False
         return True
 
-    def _send_later(self, identity: bytes, reply: AnyReply) -> None:
-        """Send from a task; since that can swallow the news of requests, look for them."""
-        self._send(identity, reply)
-        self._loop.call_soon(self._drain)
-
-    # --- requests ---
-
-    def _receive(self, frames: list[bytes]) -> None:
-        identity, header, *rest = frames if len(frames) > 1 else (frames[0], b"")
+    def _send_pages(self, identity: bytes, answer: Answer) -> None:
+        """Send page memory where it lies; its pages are held until ZeroMQ is done with it."""
+        assert answer.lease is not None
+        message: list[Any] = [identity, encode(answer.reply), *answer.frames]
         try:
-            request = decode_request(header)
-        except BadRequest as error:
-            self._refuse(identity, request_id(header), error)
-            return
-        self.counters["requests"] += 1
-        tokens = rest[0] if rest else b""
-        with request_span(type(request).__name__, request.trace):
-            try:
-                self._check(request)
-                self._serve(identity, request, tokens)
-            except KvdError as error:
-                self._refuse(identity, request.id, error)
-            except Exception:
-                # Ours, and this request's alone: the daemon serves on, and says so.
-                logger.exception("reason=internal %s failed", type(request).__name__)
-                self._refuse(identity, request.id, KvdError("internal error; see kvd's log"))
+            tracker = self._socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:
+            self.counters["replies_undeliverable"] += 1
+            logger.debug("pages undeliverable: %s", error)
+        else:
+            assert tracker is not None
+            self._transfers.begin(answer.lease, tracker)
+
+    def _undo(self, identity: bytes, request: AnyRequest) -> None:
+        """Nobody will ever know of these leases."""
+        session = self._sessions.find(identity)
+        if session is not None and isinstance(request, MatchRequest | ForkRequest):
+            self._manager.release(session.id, [item.lease for item in request.items])
 
     def _refuse(self, identity: bytes, request: int, error: KvdError) -> None:
         self.counters["errors"] += 1
         self.counters[f"errors_{error.code}"] += 1
-        self._send(identity, self._error(request, error))
-
-    def _error(self, request: int, error: KvdError) -> ErrorReply:
-        return ErrorReply(
+        reply = ErrorReply(
             id=request,
             epoch=self._epoch,
             code=error.code,
             message=error.message,
             details=error.details,
         )
+        self._send(identity, reply)
 
-    def _check(self, request: AnyRequest) -> None:
-        if not isinstance(request, AttachRequest | StatusRequest) and request.epoch != self._epoch:
-            raise StaleEpoch("the daemon was restarted: attach again")
-        if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
-            raise DeadlineExceeded("the deadline had passed when the request was read")
-
-    def _serve(self, identity: bytes, request: AnyRequest, tokens: bytes) -> None:
-        """Answer a request, or start the task that will."""
-        if isinstance(request, AttachRequest):
-            self._send(identity, self._attach(identity, request))
-            return
-        if isinstance(request, StatusRequest):
-            self._send(identity, self._status(request))
-            return
-        session = self._sessions.get(identity)
-        match request:
-            case MatchRequest():
-                self._match(session, request, tokens)
-            case ReserveRequest():
-                self._reserve(session, request)
-            case CommitRequest():
-                self._send(identity, self._commit(session, request, tokens))
-            case OpenRequest():
-                self._start(self._open, session, request)
-            case HeartbeatRequest():
-                self._manager.release_others(session.id, request.leases)
-                self._done(session, request)
-            case ReleaseRequest():
-                self._check_batch(len(request.leases))
-                self._manager.release(session.id, request.leases)
-                self._done(session, request)
-            case AbortRequest():
-                self._check_batch(len(request.leases))
-                self._manager.abort(session.id, request.leases)
-                self._done(session, request)
-            case CloseRequest():
-                self._manager.close_namespace(session.id, request.namespace)
-                session.namespaces.discard(request.namespace)
-                self._done(session, request)
-            case DetachRequest():
-                self._end(session)
-                self._done(session, request)
-            case _:
-                assert_never(request)
-
-    def _done(self, session: Session, request: AnyRequest) -> None:
-        if request.id != NO_REPLY:
-            self._send(session.identity, DoneReply(id=request.id, epoch=self._epoch))
+    def _fail(self, identity: bytes, request: AnyRequest) -> None:
+        """A fault of ours, and this request's alone: the daemon serves on, and says so."""
+        logger.exception("reason=internal %s failed", type(request).__name__)
+        self._refuse(identity, request.id, KvdError("internal error; see kvd's log"))
 
     # --- sessions ---
 
@@ -288,7 +279,7 @@ class Router:
                 f"this kvd speaks protocol {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, the "
                 f"client {request.min_version} to {request.version}: upgrade the older one"
             )
-        for old in (self._sessions.find(identity), self._sessions.named(request.previous)):
+        for old in (self._sessions.find(identity), self._sessions.known_as(request.previous)):
             if old is not None:
                 self._end(old)
         session = self._sessions.attach(identity, request.client, request.pid)
@@ -297,7 +288,7 @@ class Router:
             id=request.id,
             epoch=self._epoch,
             version=version,
-            session=session.name,
+            session=session.secret,
             heartbeat_seconds=self._config.sessions.heartbeat_seconds,
             max_request_bytes=self._config.limits.request_bytes,
             header_path=str(self._header),
@@ -314,6 +305,7 @@ class Router:
     async def _sweep(self) -> None:
         """See again and again whose processes are gone."""
         while True:
+            self._transfers.end_done()
             for session in self._sessions.silent(time.monotonic()):
                 self._end(session)
             watched = self._sessions.watched()
@@ -324,183 +316,9 @@ class Router:
                 self._manager.session_gone(session_id)
             await anyio.sleep(self._config.sessions.sweep_seconds)
 
-    # --- namespaces ---
-
-    async def _open(self, session: Session, request: OpenRequest) -> None:
-        try:
-            reply: AnyReply = await self._opened(session, request)
-        except KvdError as error:
-            self.counters["errors"] += 1
-            reply = self._error(request.id, error)
-        self._send_later(session.identity, reply)
-
-    async def _opened(self, session: Session, request: OpenRequest) -> OpenReply:
-        if request.group or request.keyed:
-            raise Unsupported("groups and keyed namespaces are not served by this version")
-        lock = self._sessions.path(session.id)
-        if request.maps and not await anyio.to_thread.run_sync(is_held, lock):
-            raise SessionLockMissing(f"take a shared lock on {lock} before mapping an arena")
-        session.maps = session.maps or request.maps
-        opened = await self._manager.open(request.identity, request.layout, request.salt)
-        session.namespaces.add(opened.namespace.id)
-        return OpenReply(
-            id=request.id,
-            epoch=self._epoch,
-            namespace=opened.namespace.id,
-            arena_path=str(opened.arena.path),
-            num_pages=opened.arena.num_pages,
-        )
-
-    # --- match, reserve, commit ---
-
-    def _match(self, session: Session, request: MatchRequest, tokens: bytes) -> None:
-        self._check_batch(len(request.items), sum(i.num_tokens for i in request.items), tokens)
-        results: list[MatchResult | Failure] = []
-        waiting: list[tuple[int, Lease]] = []
-        start = 0
-        for place, item in enumerate(request.items):
-            piece = tokens[start : start + item.num_tokens * TOKEN_BYTES]
-            start += len(piece)
-            try:
-                result = self._match_item(session, item, piece)
-                if item.reserve and not result.reserved:
-                    lease = self._manager.lease(session.id, item.lease)
-                    waiting.append((place, lease))
-                results.append(result)
-            except KvdError as error:
-                results.append(failure(error))
-        if waiting:
-            self._start(self._match_later, session, request, results, waiting)
-        else:
-            self._send_matched(session, request, results)
-
-    def _match_item(self, session: Session, item: MatchItem, tokens: bytes) -> MatchResult:
-        if item.namespace not in session.namespaces:
-            raise UnknownNamespace(f"this session has not opened namespace {item.namespace}")
-        if item.exact_tail or item.extras:
-            raise Unsupported("exact tails and extras are not served by this version")
-        lease, result = self._manager.match(session.id, item, tokens)
-        if not item.reserve:
-            return result
-        runs = self._manager.reserve_now(lease, 0, item.reserve, item.ahead)
-        return replace(result, reserved=runs) if runs else result
-
-    async def _match_later(
-        self,
-        session: Session,
-        request: MatchRequest,
-        results: list[MatchResult | Failure],
-        waiting: list[tuple[int, Lease]],
-    ) -> None:
-        """Wait for the pages of a match; where they fall short the lease is granted without."""
-        for place, lease in waiting:
-            item, result = request.items[place], results[place]
-            assert isinstance(result, MatchResult)
-            try:
-                runs = await self._manager.reserve(
-                    lease, 0, item.reserve, item.ahead, self._seconds_left(request)
-                )
-                results[place] = replace(result, reserved=runs)
-            except OutOfPages as error:
-                shortage = Shortage(**error.details)
-                results[place] = replace(result, shortage=shortage)
-            except KvdError as error:
-                results[place] = failure(error)
-        self._send_matched(session, request, results)
-        self._loop.call_soon(self._drain)
-
-    def _send_matched(
-        self, session: Session, request: MatchRequest, results: list[MatchResult | Failure]
-    ) -> None:
-        reply = MatchReply(id=request.id, epoch=self._epoch, results=tuple(results))
-        if not self._send(session.identity, reply):
-            # Nobody will ever know of these leases.
-            self._manager.release(session.id, [item.lease for item in request.items])
-
-    def _reserve(self, session: Session, request: ReserveRequest) -> None:
-        self._check_batch(len(request.items))
-        results: list[ReserveResult | Failure] = []
-        waiting: list[int] = []
-        for place, item in enumerate(request.items):
-            try:
-                lease = self._manager.lease(session.id, item.lease)
-                runs = self._manager.reserve_now(lease, item.start, item.stop, item.ahead)
-                if runs is None:
-                    waiting.append(place)
-                results.append(ReserveResult(runs or ()))
-            except KvdError as error:
-                results.append(failure(error))
-        if waiting:
-            self._start(self._reserve_later, session, request, results, waiting)
-        else:
-            self._send_reserved(session, request, results)
-
-    async def _reserve_later(
-        self,
-        session: Session,
-        request: ReserveRequest,
-        results: list[ReserveResult | Failure],
-        waiting: list[int],
-    ) -> None:
-        for place in waiting:
-            item = request.items[place]
-            try:
-                lease = self._manager.lease(session.id, item.lease)
-                runs = await self._manager.reserve(
-                    lease, item.start, item.stop, item.ahead, self._seconds_left(request)
-                )
-                results[place] = ReserveResult(runs)
-            except KvdError as error:
-                results[place] = failure(error)
-        self._send_reserved(session, request, results)
-        self._loop.call_soon(self._drain)
-
-    def _send_reserved(
-        self, session: Session, request: ReserveRequest, results: list[ReserveResult | Failure]
-    ) -> None:
-        reply = ReserveReply(id=request.id, epoch=self._epoch, results=tuple(results))
-        self._send(session.identity, reply)
-
-    def _commit(self, session: Session, request: CommitRequest, tokens: bytes) -> CommitReply:
-        self._check_batch(len(request.items), sum(i.num_tokens for i in request.items), tokens)
-        results: list[CommitResult | Failure] = []
-        start = 0
-        for item in request.items:
-            piece = tokens[start : start + item.num_tokens * TOKEN_BYTES]
-            start += len(piece)
-            try:
-                results.append(self._commit_item(session, item, piece))
-            except KvdError as error:
-                results.append(failure(error))
-        return CommitReply(id=request.id, epoch=self._epoch, results=tuple(results))
-
-    def _commit_item(self, session: Session, item: CommitItem, tokens: bytes) -> CommitResult:
-        if item.extras:
-            raise Unsupported("extras are not served by this version")
-        return self._manager.commit(session.id, item, tokens)
-
-    # --- what the verbs share ---
-
-    def _check_batch(self, num_items: int, num_tokens: int = 0, tokens: bytes = b"") -> None:
-        if num_items > self._config.limits.batch_items:
-            raise LimitExceeded(
-                f"{num_items} items in a request; at most {self._config.limits.batch_items}"
-            )
-        if num_tokens * TOKEN_BYTES != len(tokens):
-            raise BadRequest(f"{num_tokens} tokens announced, {len(tokens)} bytes of them sent")
-
-    def _seconds_left(self, request: AnyRequest) -> float:
-        if not request.deadline_ns:
-            return self._config.limits.wait_seconds
-        left = (request.deadline_ns - time.monotonic_ns()) / 1e9
-        return max(0.0, min(left, self._config.limits.wait_seconds))
-
-    def _start(self, function: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
-        self._work.append((function, args))
-        self._stirred.set()
+    # --- status ---
 
     def _status(self, request: StatusRequest) -> StatusReply:
-        state = self._manager.state
         return StatusReply(
             id=request.id,
             epoch=self._epoch,
@@ -511,11 +329,12 @@ class Router:
             tiers=(self._manager.tier_status(),),
             namespaces=self._manager.namespace_status(),
             sessions=tuple(self._session_status(session) for session in self._sessions),
-            counters=dict(self.counters) | dict(state.counters),
+            counters=dict(self.counters) | dict(self._manager.state.counters),
         )
 
     def _session_status(self, session: Session) -> SessionStatus:
         leases = self._manager.state.leases.of_session(session.id)
+        p50, p99 = session.percentiles_us()
         return SessionStatus(
             session.name,
             session.client,
@@ -524,4 +343,19 @@ class Router:
             round(time.monotonic() - session.last_seen, 3),
             len(leases),
             sum(len(lease.reserved) for lease in leases),
+            session.num_requests,
+            p50,
+            p99,
+        )
+
+    def _leases(self, request: LeasesRequest) -> LeasesReply:
+        clients = {session.id: session.client for session in self._sessions}
+        state = self._manager.state
+        return LeasesReply(
+            id=request.id,
+            epoch=self._epoch,
+            leases=self._manager.lease_status(request.limit, clients),
+            pins=self._manager.pin_status(request.limit),
+            num_leases=len(state.leases),
+            num_pins=len(state.pins),
         )

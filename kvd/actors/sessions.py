@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,21 +17,40 @@ if TYPE_CHECKING:
     from kvd.config import LimitConfig, SessionConfig
 
 
+# A session's latency is that of so many of its last requests.
+NUM_TIMED = 1000
+
+
 @dataclass(eq=False, slots=True)
 class Session:
-    """One attached client. `identity` is its connection; `id` is random and known to it alone."""
+    """One attached client. `identity` is its connection; `secret` is known to it alone."""
 
     id: int
     identity: bytes
     client: str
     pid: int
+    secret: str
     maps: bool = False
     last_seen: float = field(default_factory=time.monotonic)
-    namespaces: set[int] = field(default_factory=set)
+    num_requests: int = 0
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED))
 
     @property
     def name(self) -> str:
         return f"{self.id:016x}"
+
+    def took(self, seconds: float) -> None:
+        """Note how long a request of this session has held the daemon."""
+        self.num_requests += 1
+        self._seconds.append(seconds)
+
+    def percentiles_us(self) -> tuple[int, int]:
+        """The median and the 99th percentile of its last requests, in microseconds."""
+        ordered = sorted(self._seconds)
+        if not ordered:
+            return 0, 0
+        middle, late = (ordered[int(len(ordered) * part)] for part in (0.5, 0.99))
+        return int(middle * 1e6), int(late * 1e6)
 
 
 class SessionTable:
@@ -66,7 +86,11 @@ class SessionTable:
         """Open a session for a connection that has none."""
         if len(self._by_identity) >= self._limits.sessions:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
-        session = Session(secrets.randbits(63) | 1, identity, client, pid)
+        if pid and sum(s.pid == pid for s in self) >= self._limits.process_sessions:
+            raise LimitExceeded(f"process {pid} has {self._limits.process_sessions} sessions")
+        number = secrets.randbits(63) | 1
+        secret = f"{number:016x}-{secrets.token_hex(16)}"
+        session = Session(number, identity, client, pid, secret)
         try:
             create_session_file(self.path(session.id))
         except OSError as error:
@@ -85,8 +109,8 @@ class SessionTable:
     def find(self, identity: bytes) -> Session | None:
         return self._by_identity.get(identity)
 
-    def named(self, name: str) -> Session | None:
-        return next((s for s in self._by_identity.values() if s.name == name), None)
+    def known_as(self, secret: str) -> Session | None:
+        return next((s for s in self._by_identity.values() if s.secret == secret), None)
 
     def end(self, session: Session) -> None:
         """Forget the connection; the file stays until no process holds it."""

@@ -32,6 +32,14 @@ class TierActor(Actor):
         """Give memory to one piece of at most `backing_pages` pages; raises TierFailed."""
         await self._ask(arena.back, run)
 
+    async def unback(self, arena: TierArena, run: Run) -> None:
+        """Take the memory of whole extents back."""
+        await self._ask(arena.unback, run)
+
+    async def remove_arena(self, arena: TierArena) -> None:
+        """Close an arena that nobody uses."""
+        await self._ask(self.tier.remove_arena, arena)
+
 
 def backing_pieces(arena: TierArena, run: Run) -> list[Run]:
     """A run of extents in pieces, each of them short work for the tier's thread."""

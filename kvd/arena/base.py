@@ -74,6 +74,15 @@ class Arena:
             copy=False,
         )
 
+    def slice_view(self, number: int, run: Run) -> memoryview:
+        """The bytes of a run of pages in one slice: one layer and plane, counted layer by layer."""
+        self._check(run.first, run.count)
+        if not 0 <= number < self.layout.num_slices:
+            raise IndexError(f"slice {number} of {self.layout.num_slices}")
+        slices = self.root.reshape(self.layout.num_slices, self.num_pages, -1)
+        pages = slices[number, run.first : run.first + run.count].reshape(-1, copy=False)
+        return pages.view(np.uint8).data
+
     def _check(self, first: int, count: int) -> None:
         # numpy would take a negative page from the end, and cut a run that is too long.
         if not (first >= 0 and count >= 1 and first + count <= self.num_pages):

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,14 @@ class HostArena:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
         os.fchmod(self._fd, 0o660)  # whatever the umask: the group's processes are clients too
         os.ftruncate(self._fd, num_pages * layout.page_bytes)
+
+    @cached_property
+    def memory(self) -> Arena:
+        """The pages as the daemon itself has them mapped, once it is asked for copies of them."""
+        size = self.num_pages * self.layout.page_bytes
+        mapping = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
+        mapping.madvise(mmap.MADV_DONTDUMP)
+        return Arena(self.layout, self.num_pages, memoryview(mapping))
 
     @property
     def backed_bytes(self) -> int:

@@ -101,6 +101,10 @@ class PageTable:
         """Note that nobody holds these pages; descendants stand before their parents."""
         self._note(pages, PageState.FREE)
 
+    def detach(self, pages: Pages) -> None:
+        """Note that these are no blocks any more, though leases still read them."""
+        self._note(pages, PageState.DETACHED)
+
     def quarantine(self, pages: Pages) -> None:
         """Note that a session that is over could still write these pages."""
         self._note(pages, PageState.QUARANTINED, keep_session=True)
@@ -168,8 +172,12 @@ class PageTable:
         return np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)
 
 
+def record_bytes(layout: Layout) -> int:
+    return record_dtype(layout.block_size).itemsize
+
+
 def table_bytes(layout: Layout, num_pages: int) -> int:
-    return HEADER_BYTES + num_pages * record_dtype(layout.block_size).itemsize
+    return HEADER_BYTES + num_pages * record_bytes(layout)
 
 
 def create_page_table(path: Path, layout: Layout, num_pages: int) -> PageTable:

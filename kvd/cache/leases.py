@@ -13,9 +13,9 @@ from kvd.protocol.errors import LeaseEnded, LimitExceeded
 
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
+    from kvd.cache.memory import Namespace
     from kvd.cache.radix import Node
-    from kvd.cache.state import Namespace
-    from kvd.protocol.codec import Tokens
+    from kvd.protocol.messages import Tail
 
 # A release that overtook its match is remembered, so that the match is refused. A client has few
 # calls under way; the oldest of more than this many tombstones goes.
@@ -26,20 +26,26 @@ MAX_TOMBSTONES = 4096
 class Lease:
     """One lease. Its path, from the root to the end of `node`, is locked.
 
-    The path has `num_blocks` blocks: those matched and those committed since. The pages reserved
-    for it are `granted` in their order, from its beginning or its last abort on, so that a repeated
-    reserve gets its first answer. `reserved` are the pages that are not committed.
+    The path has `num_blocks` blocks: those matched and those committed since. Beside it the block
+    at the end of `tail_node` may be locked, of which only the first tokens agree. `asked` tells a
+    repeated request from another. The pages reserved for it are `granted` in their order, from its
+    beginning or its last abort on, so that a repeated reserve gets its first answer. `reserved` are
+    the pages that are not committed. `drops` is the namespace's generation at its beginning.
     """
 
     session: int
     id: int
     namespace: Namespace
-    tokens: Tokens
+    asked: bytes
     node: Node
     num_blocks: int
     num_matched: int
     slot: int
     generation: int
+    drops: int
+    since: float
+    tail_node: Node | None = None
+    tail: Tail | None = None
     granted: Pages = field(default_factory=lambda: np.empty(0, np.int64))
     reserved: set[int] = field(default_factory=set)
 
@@ -66,6 +72,10 @@ class LeaseTable:
 
     def find(self, session: int, lease: int) -> Lease | None:
         return self._by_session.get(session, {}).get(lease)
+
+    def has(self, lease: Lease) -> bool:
+        """Whether a lease has not ended."""
+        return self.find(lease.session, lease.id) is lease
 
     def get(self, session: int, lease: int) -> Lease:
         """Raises LeaseEnded for an id that is not, or no longer, a lease of this session."""

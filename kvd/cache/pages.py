@@ -37,6 +37,11 @@ class PagePool:
         return int(self._backed.sum()) * self.extent_pages
 
     @property
+    def num_held(self) -> int:
+        """Pages that are neither free nor without memory: somebody has them, or had."""
+        return self.num_backed - self.num_backing - self.num_free
+
+    @property
     def num_unbacked(self) -> int:
         return self.num_pages - self.num_backed
 
@@ -45,10 +50,7 @@ class PagePool:
         chosen = np.flatnonzero(~self._backed)[:num_extents]
         self._backed[chosen] = True
         self.num_backing += len(chosen) * self.extent_pages
-        return [
-            Run(run.first * self.extent_pages, run.count * self.extent_pages)
-            for run in runs_of(chosen)
-        ]
+        return self._pages_of_extents(chosen)
 
     def end_backing(self, run: Run, *, backed: bool) -> None:
         """The memory of these extents is there, or could not be had."""
@@ -58,6 +60,18 @@ class PagePool:
         else:
             first, count = run.first // self.extent_pages, run.count // self.extent_pages
             self._backed[first : first + count] = False
+
+    def unback(self, max_extents: int) -> list[Run]:
+        """Take up to so many extents, all of whose pages are free, out of use: the last ones."""
+        free = (self.states == PageState.FREE).reshape(-1, self.extent_pages).all(axis=1)
+        chosen = np.flatnonzero(free)[-max_extents:]
+        runs = self._pages_of_extents(chosen)
+        pages = pages_of(runs)
+        self.states[pages] = PageState.UNBACKED
+        self._free_in_group[np.unique(pages // GROUP_PAGES)] = 0
+        self._backed[chosen] = False
+        self.num_free -= len(pages)
+        return runs
 
     # --- pages ---
 
@@ -97,6 +111,10 @@ class PagePool:
         assert (self._free_in_group == free.reshape(-1, GROUP_PAGES).sum(axis=1)).all()
         unbacked = np.repeat(~self._backed, self.extent_pages)
         assert (self.states[unbacked] == PageState.UNBACKED).all()
+
+    def _pages_of_extents(self, extents: Pages) -> list[Run]:
+        size = self.extent_pages
+        return [Run(run.first * size, run.count * size) for run in runs_of(extents)]
 
     def _choose(self, count: int) -> Pages:
         # There are three sources: whole groups for what fills them; a group that is already broken,

@@ -1,149 +1,53 @@
-"""CacheState: match, reserve, commit, release, end of sessions, over all parts of the cache.
+"""CacheState: match, reserve, commit, release, drop, end of sessions, over all parts of the cache.
 
 Concurrency: the state belongs to one event loop. Every method runs to its end without an await, so
 there is no lock; what takes time (backing) is begun here, done elsewhere, and ended here by a
 second call that names pages, never nodes. Each method returns its answer with a plan: the steps
 that the caller must carry out, in their order, before the answer leaves the daemon.
+
+Tokens are rows here (`rows.py`): as wide as the namespace's tree has them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
-from kvd.arena.runs import Pages, pages_of, runs_of
+from kvd.arena.runs import Pages, runs_of
 from kvd.cache.leases import Lease, LeaseTable
+from kvd.cache.memory import NO_QUOTA, ArenaState, Memory, Namespace, Quota
 from kvd.cache.pages import PagePool
+from kvd.cache.pins import Pin, PinTable
+from kvd.cache.plan import (
+    CommitAnswer,
+    Committed,
+    DropAnswer,
+    Ended,
+    Granted,
+    Matched,
+    Pinned,
+    Plan,
+    Quarantined,
+    Removed,
+    Reserved,
+    Short,
+)
+from kvd.cache.plan import Dropped as DroppedStep
 from kvd.cache.policy import Lru
-from kvd.cache.radix import Node, Tree
-from kvd.protocol.errors import BadRequest, LeaseEnded, LimitExceeded
-from kvd.protocol.messages import Run, Runs, Shortage
+from kvd.cache.radix import Found, Tree
+from kvd.cache.rows import row_bytes, tokens_of
+from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded
+from kvd.protocol.messages import Tail
 
 if TYPE_CHECKING:
+    from kvd.config import CacheConfig, LimitConfig
     from kvd.protocol.codec import Tokens
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
-
-# --- steps of a plan -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Note that `session` may write these pages."""
-
-    arena: int
-    pages: Pages
-    session: int
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Note these blocks, the first of which follows the block in page `parent` (-1: none)."""
-
-    arena: int
-    pages: Pages
-    parent: int
-    first_block: int
-    tokens: Tokens
-    namespace: int
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """Note that nobody holds these pages; descendants stand before their parents."""
-
-    arena: int
-    pages: Pages
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """Note that a session that is over could still write these pages."""
-
-    arena: int
-    pages: Pages
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Void the lease in this slot of the shared header, by the next generation."""
-
-    slot: int
-    generation: int
-
-
-Step: TypeAlias = Reserved | Committed | Freed | Quarantined | Ended
-Plan: TypeAlias = list[Step]
-
-
-# --- answers ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Matched:
-    lease: Lease
-    runs: Runs
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Pages for a lease."""
-
-    pages: Pages
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Short:
-    """No pages now. `backing` extents first, if there are any; else wait for what others hold."""
-
-    backing: list[Run]
-    shortage: Shortage
-
-
-@dataclass(frozen=True, slots=True)
-class CommitAnswer:
-    pages: Pages
-    num_duplicates: int
-    plan: Plan
-
-
-# --- what the state consists of --------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class ArenaState:
-    """The pages of one layout in the tier, and their unlocked blocks by age."""
-
-    id: int
-    layout: Layout
-    pool: PagePool
-    lru: Lru = field(default_factory=Lru)
-
-    @property
-    def backed_bytes(self) -> int:
-        return self.pool.num_backed * self.layout.page_bytes
-
-
-@dataclass(eq=False, slots=True)
-class Namespace:
-    """The domain in which equal tokens mean equal KV."""
-
-    id: int
-    identity: Identity
-    salt: str
-    arena: ArenaState
-    tree: Tree
-
-    @property
-    def block_bytes(self) -> int:
-        return self.tree.block_bytes
 
 
 class CacheState:
@@ -153,86 +57,219 @@ class CacheState:
         self,
         capacity_bytes: int,
         num_slots: int,
-        *,
-        high_watermark: float = 1.0,
-        low_watermark: float = 1.0,
-        max_session_leases: int = 1 << 16,
+        config: CacheConfig,
+        limits: LimitConfig,
     ) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.high_watermark = high_watermark
-        self.low_watermark = low_watermark
-        self.max_session_leases = max_session_leases
-        self.arenas: list[ArenaState] = []
+        self.limits = limits
+        self.counters: Counter[str] = Counter()
+        self.memory = Memory(capacity_bytes, config, self.counters)
         self.namespaces: dict[int, Namespace] = {}
         self.leases = LeaseTable(num_slots)
-        self.counters: Counter[str] = Counter()
+        self.pins = PinTable(
+            limits.pins,
+            int(capacity_bytes * limits.pinned_fraction),
+            int(capacity_bytes * limits.owner_pinned_fraction),
+        )
+        self.quarantined: dict[int, list[tuple[ArenaState, Pages]]] = {}
         self._by_key: dict[bytes, Namespace] = {}
-        self._quarantined: dict[int, list[tuple[ArenaState, Pages]]] = {}
-        self._touches = 0
-        # False while the file system has no memory, whatever the capacity says.
-        self.may_back = True
+        self._num_opened = 0
+        self._reserved_bytes: Counter[int] = Counter()
 
     # --- arenas and namespaces ---
 
     def find_arena(self, layout: Layout) -> ArenaState | None:
-        return next((arena for arena in self.arenas if arena.layout == layout), None)
+        arenas = self.memory.arenas.values()
+        return next((arena for arena in arenas if arena.layout == layout), None)
 
-    def add_arena(self, layout: Layout, num_pages: int, extent_pages: int) -> ArenaState:
-        arena = ArenaState(len(self.arenas), layout, PagePool(num_pages, extent_pages))
-        self.arenas.append(arena)
-        return arena
+    def add_arena(
+        self, layout: Layout, num_pages: int, extent_pages: int, table_bytes: int = 0
+    ) -> tuple[ArenaState, Plan]:
+        """An arena without memory; others give some back where its page table needs it."""
+        plan: Plan = []
+        number = max(self.memory.arenas, default=-1) + 1
+        arena = ArenaState(number, layout, PagePool(num_pages, extent_pages), table_bytes)
+        self.memory.arenas[number] = arena
+        self.memory.shrink(plan)
+        return arena, plan
 
-    def open_namespace(
-        self, key: bytes, identity: Identity, salt: str, arena: ArenaState
-    ) -> Namespace:
-        """The namespace of this key, made at its first use."""
-        if found := self._by_key.get(key):
-            return found
-        tree = Tree(arena.layout.block_size, arena.lru)
-        namespace = Namespace(len(self._by_key) + 1, identity, salt, arena, tree)
-        self._by_key[key] = self.namespaces[namespace.id] = namespace
-        return namespace
+    def make_place(self, *, for_arena: bool) -> Plan:
+        """See that a namespace, and an arena for it, may be added: idle ones go, coldest first.
 
-    # --- match ---
-
-    def match(self, session: int, lease_id: int, namespace: Namespace, tokens: Tokens) -> Matched:
-        """Find the longest prefix of whole blocks and lease it, in one step.
-
-        The same id with the same tokens gets the first answer; with others, the old lease is
-        released and its id stands for the new one.
+        Raises LimitExceeded where all are in use.
         """
         plan: Plan = []
+        arenas = self.memory.arenas
+        while len(self.namespaces) >= self.limits.namespaces:
+            idle = [space for space in self.namespaces.values() if self._is_idle(space)]
+            if not idle:
+                raise LimitExceeded(f"all {self.limits.namespaces} namespaces are in use")
+            self._forget(min(idle, key=_last_touch), plan)
+        while for_arena and len(arenas) >= self.limits.layouts:
+            unused = [arena for arena in arenas.values() if self._is_unused(arena)]
+            if not unused:
+                raise LimitExceeded(f"all {self.limits.layouts} layouts are in use")
+            arena = min(unused, key=lambda a: max(map(_last_touch, a.namespaces), default=-1))
+            for space in list(arena.namespaces):
+                self._forget(space, plan)
+            del arenas[arena.id]
+            plan.append(Removed(arena.id))
+        return plan
+
+    def _is_idle(self, space: Namespace) -> bool:
+        """Nobody has it open, and nobody holds anything in it."""
+        return not space.sessions and space.num_pages == space.lru.num_blocks
+
+    def _is_unused(self, arena: ArenaState) -> bool:
+        blocks = sum(space.num_pages for space in arena.namespaces)
+        return (
+            all(map(self._is_idle, arena.namespaces))
+            and arena.pool.num_held == blocks
+            and not arena.pool.num_backing
+        )
+
+    def _forget(self, space: Namespace, plan: Plan) -> None:
+        self.memory.clear(space, plan)
+        space.arena.namespaces.remove(space)
+        del self.namespaces[space.id], self._by_key[space.key]
+
+    def knows(self, key: bytes) -> bool:
+        """Whether there is a namespace of this key."""
+        return key in self._by_key
+
+    def open_namespace(
+        self,
+        session: int,
+        key: bytes,
+        identity: Identity,
+        salt: str,
+        arena: ArenaState,
+        *,
+        extras: bool = False,
+        quota: Quota = NO_QUOTA,
+    ) -> Namespace:
+        """The namespace of this key, made at its first use; the session has it open from here on.
+
+        Raises LimitExceeded where its guarantee, with those of all others, is more than there is.
+        """
+        space = self._by_key.get(key)
+        if space is None:
+            guaranteed = sum(each.quota.guaranteed_bytes for each in self.namespaces.values())
+            if guaranteed + quota.guaranteed_bytes > self.memory.capacity_bytes:
+                raise LimitExceeded("the quotas guarantee more than the capacity: lower them")
+            self._num_opened += 1
+            lru = Lru()
+            tree = Tree(arena.layout.block_size, row_bytes(extras=extras), lru)
+            space = Namespace(self._num_opened, key, identity, salt, arena, tree, lru, quota)
+            self._by_key[key] = self.namespaces[space.id] = space
+            arena.namespaces.append(space)
+        space.sessions.add(session)
+        return space
+
+    def close_namespace(self, session: int, space: Namespace) -> Plan:
+        """The session uses it no more: its leases there end."""
+        plan: Plan = []
+        for lease in self.leases.of_session(session):
+            if lease.namespace is space:
+                self._end(lease, plan)
+        space.sessions.discard(session)
+        return plan
+
+    # --- match and fork ---
+
+    def match(
+        self,
+        session: int,
+        lease_id: int,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        exact_tail: bool = False,
+        now: float = 0.0,
+    ) -> Matched:
+        """Find the longest prefix of whole blocks and lease it, in one step.
+
+        With `exact_tail`, the block behind it that agrees longest with the rest is leased too. The
+        same id with the same tokens gets the first answer; with others, the old lease is released
+        and its id stands for the new one.
+        """
+        # What a repeat is told by decides nothing but whether a client repeats itself: a hash will
+        # do, and holds no prompt in memory.
+        asked = b"tail" * exact_tail + xxhash.xxh3_128_digest(tokens)
+        plan: Plan = []
+        if known := self._known(session, lease_id, namespace, asked, plan):
+            return known
+        tree = namespace.tree
+        lease = self._grant(session, lease_id, namespace, asked, tree.find(tokens), now)
+        if exact_tail:
+            self._lock_tail(lease, tokens[lease.num_blocks * tree.block_bytes :])
+        self._count_match(lease, len(tokens) // tree.row_bytes)
+        return self._answer(lease, plan)
+
+    def fork(self, session: int, lease_id: int, source: Lease, now: float = 0.0) -> Matched:
+        """Lease the committed blocks of a lease once more; a repeat gets the first answer."""
+        asked = b"fork %d" % source.id
+        plan: Plan = []
+        if known := self._known(session, lease_id, source.namespace, asked, plan):
+            return known
+        end = Found(source.node, source.node.num_blocks, source.num_blocks)
+        lease = self._grant(session, lease_id, source.namespace, asked, end, now)
+        lease.drops = source.drops
+        self.counters["forks"] += 1
+        return self._answer(lease, plan)
+
+    def _known(
+        self, session: int, lease_id: int, namespace: Namespace, asked: bytes, plan: Plan
+    ) -> Matched | None:
+        """The first answer to a repeat; what the id stood for otherwise ends."""
         if self.leases.is_buried(session, lease_id):
             raise LeaseEnded(f"lease {lease_id} was released: its id is not used again")
         if known := self.leases.find(session, lease_id):
-            if known.namespace is namespace and known.tokens == tokens:
-                return Matched(known, self._matched_runs(known), plan)
+            if known.namespace is namespace and known.asked == asked:
+                return self._answer(known, plan)
             self._end(known, plan)
-        if len(self.leases.of_session(session)) >= self.max_session_leases:
-            raise LimitExceeded(f"a session may hold {self.max_session_leases} leases")
+        return None
+
+    def _grant(
+        self,
+        session: int,
+        lease_id: int,
+        namespace: Namespace,
+        asked: bytes,
+        found: Found,
+        now: float,
+    ) -> Lease:
+        if len(self.leases.of_session(session)) >= self.limits.session_leases:
+            raise LimitExceeded(f"a session may hold {self.limits.session_leases} leases")
         slot, generation = self.leases.take_slot()
-        found = namespace.tree.find(tokens)
         lease = Lease(
             session=session,
             id=lease_id,
             namespace=namespace,
-            tokens=tokens,
+            asked=asked,
             node=namespace.tree.lock(found),
             num_blocks=found.total_blocks,
             num_matched=found.total_blocks,
             slot=slot,
             generation=generation,
+            drops=namespace.generation,
+            since=now,
         )
         self.leases.add(lease)
-        self._count_match(lease)
-        return Matched(lease, self._matched_runs(lease), plan)
+        return lease
 
-    def _matched_runs(self, lease: Lease) -> Runs:
-        return runs_of(lease.node.path_pages()[: lease.num_matched])
+    def _answer(self, lease: Lease, plan: Plan) -> Matched:
+        runs = runs_of(lease.node.path_pages()[: lease.num_matched])
+        return Matched(lease, runs, lease.tail, plan)
 
-    def _count_match(self, lease: Lease) -> None:
-        num_tokens = len(lease.tokens) // 4
+    def _lock_tail(self, lease: Lease, rest: Tokens) -> None:
+        if found := lease.namespace.tree.find_tail(lease.node, rest):
+            place, num_tokens = found
+            lease.tail_node = lease.namespace.tree.lock(place)
+            lease.tail = Tail(lease.tail_node.pages[0], num_tokens)
+
+    def _count_match(self, lease: Lease, num_tokens: int) -> None:
         hit_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
+        hit_tokens += lease.tail.num_tokens if lease.tail else 0
         self.counters["matches"] += 1
         self.counters["match_hits" if hit_tokens else "match_misses"] += 1
         self.counters["tokens_requested"] += num_tokens
@@ -249,132 +286,42 @@ class CacheState:
         have = len(lease.granted)
         if start > have:
             raise BadRequest(f"reserve from {start}: the lease was granted {have} pages so far")
-        if stop <= have:
+        if stop < have or start < have == stop:
             return Granted(lease.granted[start : stop + ahead], [])
-        arena, needed = lease.namespace.arena, stop - have
+        space, needed = lease.namespace, stop - have
+        self._check_reserved(lease.session, needed * space.arena.layout.page_bytes)
         plan: Plan = []
-        if short := self._make_room(arena, needed, plan):
-            return short
-        count = needed + self._spare(arena, needed, ahead, plan)
-        self._make_groups(arena, count, plan)
-        pages = arena.pool.take(count)
+        if not self.memory.make_room(space, needed, plan):
+            shortage = self.memory.shortage(space, needed)
+            return Short(shortage, self._is_hopeless(lease, needed), plan)
+        count = needed + self.memory.spare(space, needed, ahead, plan)
+        self.memory.make_groups(space, count, plan)
+        pages = space.arena.pool.take(count)
+        space.num_pages += count
         lease.granted = np.concatenate((lease.granted, pages))
         lease.reserved.update(pages.tolist())
-        plan.append(Reserved(arena.id, pages, lease.session))
-        self.counters["pages_reserved"] += len(pages)
+        self._reserved_bytes[lease.session] += count * space.arena.layout.page_bytes
+        plan.append(Reserved(space.arena.id, pages, lease.session))
+        self.counters["pages_reserved"] += count
         return Granted(lease.granted[start:], plan)
 
-    def _make_room(self, arena: ArenaState, count: int, plan: Plan) -> Short | None:
-        """Free pages, else memory that the tier may still take, else the least recent blocks."""
-        pool = arena.pool
-        missing = count - pool.num_free
-        if missing <= 0:
-            return None
-        if count > pool.num_pages:  # no memory would help
-            return Short([], self.shortage(arena, count))
-        backing = self.begin_backing(arena, missing - pool.num_backing)
-        # Memory on its way is waited for before anything is evicted for want of it.
-        if pool.num_backing or missing > arena.lru.num_blocks:
-            return Short(backing, self.shortage(arena, count))
-        self._evict(arena, missing, plan)
-        return None
+    def _check_reserved(self, session: int, num_bytes: int) -> None:
+        most = int(self.limits.session_reserved_fraction * self.memory.capacity_bytes)
+        if self._reserved_bytes[session] + num_bytes > most:
+            raise LimitExceeded(
+                f"a session may hold {most} bytes of uncommitted pages, and has "
+                f"{self._reserved_bytes[session]}: commit or release some"
+            )
 
-    def _spare(self, arena: ArenaState, needed: int, ahead: int, plan: Plan) -> int:
-        """How many of the pages ahead can be had now; evicts for them once all memory is taken."""
-        missing = needed + ahead - arena.pool.num_free
-        if missing > 0 and not arena.pool.num_backing and not self._num_backable(arena):
-            self._evict(arena, min(missing, arena.lru.num_blocks), plan)
-        return min(ahead, arena.pool.num_free - needed)
-
-    def _make_groups(self, arena: ArenaState, count: int, plan: Plan) -> None:
-        """Evict the coldest ends, group by group, until `count` pages can be had in whole groups.
-
-        Else what is left over of many leases, a few pages each, would make the runs of the next
-        one short. At most `count` blocks go for it, and none while there is memory to be had.
-        """
-        wanted, left = count // GROUP_PAGES, count
-        if arena.pool.num_backing or self._num_backable(arena):
-            return
-        while left > 0 and arena.pool.num_whole_groups < wanted:
-            leaf = arena.lru.coldest()
-            if leaf is None:
-                return
-            # No group becomes whole before all that the leaf has in it are gone.
-            size = min(left, _in_last_group(leaf))
-            self._evict(arena, size, plan)
-            left -= size
-
-    def shortage(self, arena: ArenaState, num_wanted: int) -> Shortage:
-        counts = arena.pool.counts()
-        return Shortage(
-            num_wanted,
-            counts["free"],
-            counts["committed"] - arena.lru.num_blocks,
-            counts["reserved"],
-            counts["quarantined"],
-            arena.pool.num_pages,
-        )
-
-    # --- memory ---
-
-    def begin_backing(self, arena: ArenaState, num_pages: int) -> list[Run]:
-        """Choose unbacked extents for at least `num_pages` pages, as far as the capacity goes."""
-        wanted = -(-num_pages // arena.pool.extent_pages)
-        count = min(wanted, self._num_backable(arena))
-        return arena.pool.begin_backing(count) if count > 0 else []
-
-    def _num_backable(self, arena: ArenaState) -> int:
-        """Extents for which there is memory, and room in the arena."""
-        if not self.may_back:
-            return 0
-        extent_bytes = arena.pool.extent_pages * arena.layout.page_bytes
-        left = self.capacity_bytes - sum(other.backed_bytes for other in self.arenas)
-        return min(left // extent_bytes, arena.pool.num_unbacked // arena.pool.extent_pages)
-
-    def end_backing(self, arena: ArenaState, run: Run, *, backed: bool) -> Plan:
-        arena.pool.end_backing(run, backed=backed)
-        return [Freed(arena.id, pages_of([run]))] if backed else []
-
-    def trim(self) -> Plan:
-        """Evict from the high watermark down to the low one, the least recent blocks of all."""
-        plan: Plan = []
-        used = self._used_bytes()
-        if used <= self.high_watermark * self.capacity_bytes:
-            return plan
-        while used > self.low_watermark * self.capacity_bytes:
-            oldest = [a for a in self.arenas if a.lru.coldest()]
-            if not oldest:
-                break
-            arena = min(oldest, key=_coldest_stamp)
-            excess = used - self.low_watermark * self.capacity_bytes
-            node = arena.lru.coldest()
-            assert node is not None
-            count = min(node.num_blocks, int(-(-excess // arena.layout.page_bytes)))
-            self._evict(arena, count, plan)
-            used -= count * arena.layout.page_bytes
-        return plan
-
-    def _used_bytes(self) -> int:
-        return sum(
-            (arena.pool.num_backed - arena.pool.num_backing - arena.pool.num_free)
-            * arena.layout.page_bytes
-            for arena in self.arenas
-        )
-
-    def _evict(self, arena: ArenaState, count: int, plan: Plan) -> None:
-        """Shorten the coldest leaves from their ends; `count` blocks are there to be evicted."""
-        if count == 0:
-            return
-        evicted: list[Pages] = []
-        left = count
-        while left:
-            leaf = arena.lru.coldest()
-            assert leaf is not None
-            size = min(left, leaf.num_blocks)
-            evicted.append(leaf.tree.cut(leaf, size))
-            left -= size
-        self._free(arena, np.concatenate(evicted), plan)
-        self.counters["blocks_evicted"] += count
+    def _is_hopeless(self, lease: Lease, needed: int) -> bool:
+        """Whether waiting is in vain: beside what the lease holds there will not be more."""
+        space = lease.namespace
+        own = lease.num_blocks + len(lease.reserved)
+        if needed > min(space.arena.pool.num_pages, space.max_pages) - own:
+            return True
+        others = len(self.leases) > 1 or len(self.pins) or self.quarantined
+        backing = any(arena.pool.num_backing for arena in self.memory.arenas.values())
+        return self.memory.may_back and not others and not backing
 
     # --- commit ---
 
@@ -383,27 +330,31 @@ class CacheState:
 
         There are three kinds, in this order: blocks this lease committed before (a repeat gets the
         first answer), blocks that others committed meanwhile (theirs stay, the caller's copies are
-        private until its release), and new ones.
+        private until its release), and new ones. Raises Dropped where a drop was between: what the
+        lease knows is older.
         """
-        block_bytes = lease.namespace.block_bytes
-        if len(tokens) != len(pages) * block_bytes:
-            raise BadRequest(f"{len(tokens) // 4} tokens are not {len(pages)} whole blocks")
+        tree = lease.namespace.tree
+        if len(tokens) != len(pages) * tree.block_bytes:
+            raise BadRequest(f"{len(pages)} pages do not hold these tokens in whole blocks")
         if first_block > lease.num_blocks:
             raise BadRequest(
                 f"commit from block {first_block}: the lease's prefix ends at {lease.num_blocks}"
             )
         repeated = min(lease.num_blocks - first_block, len(pages))
-        self._check_repeat(lease, first_block, tokens[: repeated * block_bytes])
+        self._check_repeat(lease, first_block, tokens[: repeated * tree.block_bytes])
         fresh = pages[repeated:]
         if len(set(fresh.tolist())) != len(fresh) or not lease.reserved.issuperset(fresh.tolist()):
             raise BadRequest("a committed page must be reserved by its lease and named once")
+        if len(fresh) and (lease.drops != lease.namespace.generation or lease.node.detached):
+            raise Dropped("blocks of this namespace were dropped since the lease was granted")
         plan: Plan = []
-        self._append(lease, fresh, tokens[repeated * block_bytes :], plan)
+        self._append(lease, fresh, tokens[repeated * tree.block_bytes :], plan)
+        self._unlock_tail(lease, plan)
         now_in = lease.node.path_pages()[first_block : first_block + len(pages)]
         return CommitAnswer(now_in, int((now_in != pages).sum()), plan)
 
     def _check_repeat(self, lease: Lease, first_block: int, tokens: Tokens) -> None:
-        start = first_block * lease.namespace.block_bytes
+        start = first_block * lease.namespace.tree.block_bytes
         if tokens and lease.node.path_tokens()[start : start + len(tokens)] != tokens:
             raise BadRequest(f"blocks from {first_block} on were committed with other tokens")
 
@@ -417,19 +368,20 @@ class CacheState:
             lease.num_blocks += present
             self.counters["blocks_duplicate"] += present
         if present < len(pages):
-            rest = tokens[present * lease.namespace.block_bytes :]
+            rest = tokens[present * tree.block_bytes :]
             plan.append(self._insert(lease, pages[present:], rest))
 
     def _insert(self, lease: Lease, pages: Pages, tokens: Tokens) -> Committed:
-        namespace, first_block = lease.namespace, lease.num_blocks
+        space, first_block = lease.namespace, lease.num_blocks
         parent = lease.node.pages[-1] if first_block else -1
         listed = pages.tolist()
-        lease.node = namespace.tree.append(lease.node, tokens, listed)
+        lease.node = space.tree.append(lease.node, tokens, listed)
         lease.num_blocks += len(listed)
-        lease.reserved.difference_update(listed)
-        namespace.arena.pool.move(pages, PageState.RESERVED, PageState.COMMITTED)
+        self._take_reserved(lease, listed)
+        space.arena.pool.move(pages, PageState.RESERVED, PageState.COMMITTED)
         self.counters["blocks_committed"] += len(listed)
-        return Committed(namespace.arena.id, pages, parent, first_block, tokens, namespace.id)
+        ids = tokens_of(tokens, space.tree.row_bytes)
+        return Committed(space.arena.id, pages, parent, first_block, ids, space.id)
 
     # --- ends ---
 
@@ -451,112 +403,152 @@ class CacheState:
         self.leases.bury(session, lease_id)
         return plan
 
+    def keep(self, lease: Lease, num_blocks: int) -> Plan:
+        """Release all of a lease but its first blocks, `num_blocks` of them at most."""
+        plan = self.abort(lease)
+        self._unlock_tail(lease, plan)
+        lease.asked = b""
+        if num_blocks < lease.num_blocks:
+            tree = lease.namespace.tree
+            kept = tree.node_at(lease.node, num_blocks)
+            gone = tree.unlock(lease.node, self.memory.touch(), above=kept)
+            self.memory.free(lease.namespace, gone, plan)
+            lease.node, lease.num_blocks = kept, num_blocks
+            lease.num_matched = min(lease.num_matched, num_blocks)
+        return plan
+
     def end_session(self, session: int) -> Plan:
         """End a session's leases. Its reserved pages are quarantined: it could still write them."""
         plan: Plan = []
         for lease in self.leases.of_session(session):
             if lease.reserved:
-                arena, pages = lease.namespace.arena, np.array(sorted(lease.reserved), np.int64)
-                lease.reserved.clear()
-                arena.pool.move(pages, PageState.RESERVED, PageState.QUARANTINED)
-                self._quarantined.setdefault(session, []).append((arena, pages))
+                space, pages = lease.namespace, _sorted(lease.reserved)
+                self._take_reserved(lease, pages.tolist())
+                space.num_pages -= len(pages)
+                space.arena.pool.move(pages, PageState.RESERVED, PageState.QUARANTINED)
+                self.quarantined.setdefault(session, []).append((space.arena, pages))
                 self.counters["pages_quarantined"] += len(pages)
-                plan.append(Quarantined(arena.id, pages))
+                plan.append(Quarantined(space.arena.id, pages))
             self._end(lease, plan)
         self.leases.forget_session(session)
+        self._reserved_bytes.pop(session, None)
+        for space in self.namespaces.values():
+            space.sessions.discard(session)
         return plan
 
     def session_gone(self, session: int) -> Plan:
         """No process of an ended session is left: what it could write is free."""
-        plan: Plan = []
-        for arena, pages in self._quarantined.pop(session, []):
-            self._free(arena, pages, plan)
-        return plan
+        return [
+            self.memory.free_pages(arena, pages)
+            for arena, pages in self.quarantined.pop(session, [])
+        ]
 
     def _end(self, lease: Lease, plan: Plan) -> None:
         plan.append(Ended(lease.slot, lease.generation + 1))
         self._free_reserved(lease, plan)
-        self._touches += 1
-        lease.namespace.tree.unlock(lease.node, self._touches)
+        self._unlock_tail(lease, plan)
+        gone = lease.namespace.tree.unlock(lease.node, self.memory.touch())
+        self.memory.free(lease.namespace, gone, plan)
         self.leases.remove(lease)
 
+    def _unlock_tail(self, lease: Lease, plan: Plan) -> None:
+        if lease.tail_node is not None:
+            gone = lease.namespace.tree.unlock(lease.tail_node, self.memory.touch())
+            self.memory.free(lease.namespace, gone, plan)
+            lease.tail_node = lease.tail = None
+
     def _free_reserved(self, lease: Lease, plan: Plan) -> None:
-        if lease.reserved:
-            pages = np.array(sorted(lease.reserved), np.int64)
-            lease.reserved.clear()
-            self._free(lease.namespace.arena, pages, plan)
+        pages = _sorted(lease.reserved)
+        self._take_reserved(lease, pages.tolist())
+        self.memory.free(lease.namespace, pages, plan)
 
-    def _free(self, arena: ArenaState, pages: Pages, plan: Plan) -> None:
-        arena.pool.free(pages)
-        plan.append(Freed(arena.id, pages))
+    def _take_reserved(self, lease: Lease, pages: list[int]) -> None:
+        """These pages are not the lease's to write any more."""
+        lease.reserved.difference_update(pages)
+        size = len(pages) * lease.namespace.arena.layout.page_bytes
+        self._reserved_bytes[lease.session] -= size
 
-    # --- what must hold at any time ---
+    # --- pins ---
 
-    def check(self) -> None:
-        """Recount everything from pages and trees; AssertionError where the books differ."""
-        for arena in self.arenas:
-            arena.pool.check()
-            self._check_arena(arena)
-        assert sum(arena.backed_bytes for arena in self.arenas) <= self.capacity_bytes
-        for namespace in self.namespaces.values():
-            self._check_tree(namespace)
+    def pin(
+        self, owner: str, space: Namespace, tokens: Tokens, seconds: float, now: float
+    ) -> Pinned:
+        """Lock the longest resident prefix for so long; the same owner's pin of it is renewed.
 
-    def _check_arena(self, arena: ArenaState) -> None:
-        held = {
-            PageState.COMMITTED: [
-                page
-                for namespace in self.namespaces.values()
-                if namespace.arena is arena
-                for node in namespace.tree.nodes()
-                for page in node.pages
-            ],
-            PageState.RESERVED: [
-                page
-                for lease in self.leases
-                if lease.namespace.arena is arena
-                for page in lease.reserved
-            ],
-            PageState.QUARANTINED: [
-                page
-                for pieces in self._quarantined.values()
-                for other, pages in pieces
-                if other is arena
-                for page in pages.tolist()
-            ],
-        }
-        for state, pages in held.items():
-            assert sorted(pages) == np.flatnonzero(arena.pool.states == state).tolist(), state
-        assert arena.lru.num_blocks == sum(node.num_blocks for node in arena.lru)
+        Where nothing is resident there is no pin, and its number is 0.
 
-    def _check_tree(self, namespace: Namespace) -> None:
-        lru = namespace.arena.lru
-        age = {node: place for place, node in enumerate(lru)}
-        locks: Counter[Node] = Counter()
-        for lease in self.leases:
-            if lease.namespace is namespace:
-                locks.update(lease.node.path())
-                assert len(lease.node.path_pages()) == lease.num_blocks
-        for node in namespace.tree.nodes():
-            assert node.num_blocks >= 1
-            assert len(node.tokens) == node.num_blocks * namespace.block_bytes
-            assert node.locks == locks[node]
-            assert (node in lru) == (node.locks == 0)
-            assert node.first_blocks == sorted(node.first_blocks)
-            for child in node.children:
-                assert child.parent is node
-                assert node.locks or age[child] < age[node]
+        Raises LimitExceeded, and changes nothing, where it would pass a quota.
+        """
+        asked = xxhash.xxh3_128_digest(tokens)
+        renewed = self.pins.find(owner, space, asked)
+        found = space.tree.find(tokens)
+        if found.total_blocks == 0:
+            return Pinned(0, 0, [])
+        num_bytes = found.total_blocks * space.arena.layout.page_bytes
+        self.pins.check_room(owner, num_bytes, renewed)
+        number = renewed.id if renewed else self.pins.next_id()
+        node = space.tree.lock(found)
+        plan: Plan = []
+        if renewed:
+            self._unpin(renewed, plan)
+        pin = Pin(number, owner, space, asked, node, found.total_blocks, now + seconds)
+        self.pins.add(pin)
+        return Pinned(number, found.total_blocks, plan)
+
+    def unpin(self, owner: str, numbers: tuple[int, ...] = ()) -> tuple[int, Plan]:
+        """End an owner's pins, those with these numbers or all; how many there were."""
+        plan: Plan = []
+        pins = [pin for pin in self.pins.of_owner(owner) if not numbers or pin.id in numbers]
+        for pin in pins:
+            self._unpin(pin, plan)
+        return len(pins), plan
+
+    def expire(self, now: float) -> Plan:
+        """End the pins whose time is over."""
+        plan: Plan = []
+        for pin in self.pins.expired(now):
+            self._unpin(pin, plan)
+            self.counters["pins_expired"] += 1
+        return plan
+
+    def _unpin(self, pin: Pin, plan: Plan) -> None:
+        gone = pin.namespace.tree.unlock(pin.node, self.memory.touch())
+        self.memory.free(pin.namespace, gone, plan)
+        self.pins.remove(pin)
+
+    # --- drop ---
+
+    def drop(self, space: Namespace, tokens: Tokens, from_block: int = 0) -> DropAnswer:
+        """Remove blocks from the index: those of these tokens from `from_block` on, and all behind.
+
+        Without tokens, every block. What leases hold they keep to themselves until they end; pins
+        of it end. Whatever was computed before the drop is not committed after it.
+        """
+        tree = space.tree
+        plan: Plan = []
+        if tokens:
+            found = tree.find(tokens[: (from_block + 1) * tree.block_bytes])
+            if found.total_blocks <= from_block:
+                return DropAnswer(0, 0, plan)
+            gone = tree.detach(found.node, found.num_blocks - 1)
+        else:
+            gone = tree.detach(tree.root)
+        space.generation += 1
+        self.memory.free(space, gone.free, plan)
+        if len(gone.held):
+            space.arena.pool.move(gone.held, PageState.COMMITTED, PageState.DETACHED)
+            plan.append(DroppedStep(space.arena.id, gone.held))
+        for pin in self.pins:
+            if pin.node.detached:
+                self._unpin(pin, plan)
+        num_blocks = len(gone.free) + len(gone.held)
+        self.counters["blocks_dropped"] += num_blocks
+        return DropAnswer(num_blocks, len(gone.held), plan)
 
 
-def _in_last_group(leaf: Node) -> int:
-    """How many blocks at the end of a leaf lie in one group of pages."""
-    group = leaf.pages[-1] // GROUP_PAGES
-    size = 1
-    while size < leaf.num_blocks and leaf.pages[-size - 1] // GROUP_PAGES == group:
-        size += 1
-    return size
+def _sorted(pages: set[int]) -> Pages:
+    return np.array(sorted(pages), np.int64)
 
 
-def _coldest_stamp(arena: ArenaState) -> int:
-    coldest = arena.lru.coldest()
-    assert coldest is not None
-    return coldest.stamp
+def _last_touch(space: Namespace) -> int:
+    return max((node.stamp for node in space.lru), default=-1)

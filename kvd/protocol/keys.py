@@ -77,6 +77,9 @@ def fingerprint(identity: Identity, layout: Layout) -> bytes:
     return _digest("kvd.fingerprint.1", *values)
 
 
-def namespace_key(identity: Identity, layout: Layout, salt: str) -> bytes:
-    """The domain in which equal tokens mean equal KV: fingerprint and salt. 32 bytes."""
-    return _digest("kvd.namespace.1", fingerprint(identity, layout), salt)
+def namespace_key(identity: Identity, layout: Layout, salt: str, *, extras: bool = False) -> bytes:
+    """The domain in which equal tokens mean equal KV: fingerprint and salt. 32 bytes.
+
+    Where positions have extras beside their tokens, it is another domain.
+    """
+    return _digest("kvd.namespace.1", fingerprint(identity, layout), salt, int(extras))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import msgspec
 
+    from kvd.arena.base import Arena
     from kvd.arena.page_table import PageTable
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
@@ -31,6 +32,11 @@ class TierArena(ABC):
     @abstractmethod
     def backed_bytes(self) -> int:
         """Bytes of memory that the pages really have."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Arena:
+        """The pages in the daemon's own mapping; which of them may be touched, leases say."""
 
     @abstractmethod
     def back(self, run: Run) -> None:
@@ -68,8 +74,13 @@ class MemoryTier(ABC):
     def create_arena(self, layout: Layout, fingerprint: bytes) -> TierArena:
         """An arena whose length allows the whole capacity, without memory yet.
 
-        Raises BadRequest for a layout of which not even one extent fits into the capacity.
+        Raises BadRequest for a layout of which not even one extent fits into the capacity, or whose
+        pages are so small that their table would take much of it.
         """
+
+    @abstractmethod
+    def remove_arena(self, arena: TierArena) -> None:
+        """Close one arena, of which nobody holds a page, and forget it."""
 
     @abstractmethod
     def close(self) -> None:

@@ -12,12 +12,13 @@ import msgspec
 from kvd.arena.base import GROUP_PAGES
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import create_page_table
+from kvd.arena.page_table import create_page_table, record_bytes, table_bytes
 from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import MemoryTier, TierArena
 
 if TYPE_CHECKING:
+    from kvd.arena.base import Arena
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
+# A page table may take this much of the capacity: of pages of a few hundred bytes it would be more.
+MAX_TABLE_FRACTION = 0.25
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +59,10 @@ class HostTierArena(TierArena):
     @property
     def backed_bytes(self) -> int:
         return self._arena.backed_bytes
+
+    @property
+    def memory(self) -> Arena:
+        return self._arena.memory
 
     def back(self, run: Run) -> None:
         try:
@@ -93,6 +100,7 @@ class HostTier(MemoryTier):
             )
         self._is_small = not config.capacity_bytes and size < SMALL_BYTES
         self._arenas: list[HostTierArena] = []
+        self._num_made = 0
         self._epoch = 0
         self._lock: OwnerLock | None = None
 
@@ -113,17 +121,30 @@ class HostTier(MemoryTier):
 
     def create_arena(self, layout: Layout, fingerprint: bytes) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)
-        num_extents = self.capacity_bytes // (extent_pages * layout.page_bytes)
-        if num_extents == 0:
+        num_extents = (self.capacity_bytes - table_bytes(layout, 0)) // (
+            extent_pages * (layout.page_bytes + record_bytes(layout))
+        )
+        if num_extents <= 0:
             raise BadRequest(
                 f"an extent of this layout has {format_bytes(extent_pages * layout.page_bytes)}; "
                 f"the host tier has {format_bytes(self.capacity_bytes)}: raise its capacity_bytes"
             )
-        path = self.directory / f"{self._epoch:016x}-{len(self._arenas)}.arena"
-        arena = HostTierArena(path, layout, num_extents * extent_pages, extent_pages)
+        num_pages = num_extents * extent_pages
+        if (size := table_bytes(layout, num_pages)) > self.capacity_bytes * MAX_TABLE_FRACTION:
+            raise BadRequest(
+                f"pages of {layout.page_bytes} bytes would need {format_bytes(size)} of the host "
+                f"tier's {format_bytes(self.capacity_bytes)} for their table: raise block_size"
+            )
+        self._num_made += 1
+        path = self.directory / f"{self._epoch:016x}-{self._num_made}.arena"
+        arena = HostTierArena(path, layout, num_pages, extent_pages)
         arena.table.begin(self._epoch, fingerprint)
         self._arenas.append(arena)
         return arena
+
+    def remove_arena(self, arena: TierArena) -> None:
+        arena.close()
+        self._arenas = [other for other in self._arenas if other is not arena]
 
     def close(self) -> None:
         for arena in self._arenas:

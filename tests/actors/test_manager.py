@@ -16,7 +16,9 @@ from kvd.actors import manager as manager_module
 from kvd.actors.manager import Manager
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import create_header
-from kvd.config import CacheConfig, LimitConfig
+from kvd.arena.page_table import table_bytes
+from kvd.cache.audit import check
+from kvd.config import CacheConfig, Config
 from kvd.protocol.errors import LeaseEnded, OutOfPages, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import CommitItem, MatchItem, Run
@@ -74,6 +76,7 @@ class Cache:
 
     def match(self, session: int = 1, seed: int = 1, num_blocks: int = 4) -> Lease:
         self.last += 1
+        self.namespace.sessions.add(session)
         tokens = packed(tokens_of(seed, num_blocks))
         item = MatchItem(self.namespace.id, self.last, num_blocks * BLOCK)
         return self.manager.match(session, item, tokens)[0]
@@ -95,18 +98,20 @@ class Cache:
 async def running(
     directory: Path, num_pages: int = 128, config: CacheConfig = NO_AHEAD
 ) -> AsyncGenerator[Cache]:
-    tier = MoodyTier(HostConfig(num_pages * LAYOUT.page_bytes), directory)  # type: ignore[arg-type]
+    tier = MoodyTier(
+        HostConfig(num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, num_pages)), directory
+    )  # type: ignore[arg-type]
     actor = TierActor(tier)
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(1)
-        manager = Manager(config, LimitConfig(), actor, create_header(directory / "header"))
+        manager = Manager(Config(cache=config), actor, create_header(directory / "header"))
         await tasks.start(manager.run)
-        opened = await manager.open(IDENTITY, LAYOUT, "")
+        opened = await manager.open(1, IDENTITY, LAYOUT, "", extras=False)
         cache = Cache(manager, tier, opened.namespace)
         try:
             yield cache
-            manager.state.check()
+            check(manager.state)
         finally:
             tier.arena.ready.set()
             manager.close()
@@ -260,7 +265,7 @@ async def test_memory_is_given_in_pieces_when_it_is_needed(shm: Path) -> None:  
 async def test_some_memory_is_ready_ahead(shm: Path) -> None:  # noqa: F811
     ahead = CacheConfig(back_ahead_bytes=8 * LAYOUT.page_bytes)  # type: ignore[arg-type]
     async with running(shm / "kvd", config=ahead) as cache:
-        size = cache.manager.state.arenas[0].pool.extent_pages
+        size = cache.manager.state.memory.arenas[0].pool.extent_pages
         count = size - 7
         assert cache.counts() == {"unbacked": 128}  # nothing before the first reserve
         await cache.manager.reserve(cache.match(), 0, count, 0, 30)

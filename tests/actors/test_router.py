@@ -63,11 +63,11 @@ def test_a_version_that_is_not_shared_is_refused_with_both(
     reply = wire.ask(AttachRequest(id=1, version=version, min_version=min_version))
     message = refused(reply, "version_mismatch")
     assert f"{min_version} to {version}" in message
-    assert "1 to 1" in message
+    assert f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}" in message
 
 
 def test_a_newer_client_that_still_speaks_ours_is_attached(connect: Connect) -> None:
-    assert connect().attach(version=9).version == 1
+    assert connect().attach(version=9).version == PROTOCOL_VERSION
 
 
 def test_what_does_not_need_a_session_is_answered_without_one(connect: Connect) -> None:
@@ -93,7 +93,7 @@ def test_attaching_again_ends_the_session_before(wire: Wire) -> None:
 def test_a_client_that_comes_back_ends_its_session_before(wire: Wire, connect: Connect) -> None:
     wire.matched(1, TOKENS, reserve=4)
     again = connect()
-    again.attach(previous=wire.session)
+    again.attach(previous=wire.secret)
     assert wire.session not in {one.session for one in again.status().sessions}
     assert again.pages()["quarantined"] == 4
     refused(wire.release(1), "not_attached")
@@ -280,9 +280,8 @@ def test_one_bad_item_does_not_spoil_the_others(wire: Wire) -> None:
     ]
 
 
-@pytest.mark.parametrize("fields", [{"exact_tail": True}, {"extras": ((3, bytes(32)),)}])
-def test_what_there_is_only_room_for_is_refused(wire: Wire, fields: dict[str, Any]) -> None:
-    failed(wire.match(1, TOKENS, **fields), "unsupported")
+def test_extras_are_refused_where_the_namespace_has_none(wire: Wire) -> None:
+    failed(wire.match(1, TOKENS, extras=((3, b"x" * 32),)), "bad_request")
     assert wire.me().num_leases == 0
 
 
@@ -532,12 +531,23 @@ def test_a_commit_of_nothing_does_nothing(wire: Wire) -> None:
     assert booked(wire) == before
 
 
-def test_extras_cannot_be_committed_yet(wire: Wire) -> None:
-    runs = wire.matched(1, TOKENS, reserve=4).reserved
-    item = CommitItem(1, 0, runs, len(TOKENS), extras=((0, bytes(32)),))
-    reply = wire.ask(CommitRequest(**wire.envelope(), items=(item,)), TOKENS)
+@pytest.mark.parametrize(
+    "extras",
+    [
+        ((16, b"x" * 32),),  # behind the tokens
+        ((0, b"x" * 32), (0, b"y" * 32)),
+        ((0, bytes(32)),),  # which means that there is none
+    ],
+)
+def test_extras_that_say_nothing_of_the_tokens_are_refused(
+    wire: Wire, extras: tuple[tuple[int, bytes], ...]
+) -> None:
+    wire.namespace = wire.open(extras=True)
+    runs = wire.matched(1, TOKENS[: 4 * BLOCK], reserve=4).reserved
+    item = CommitItem(1, 0, runs, 4 * BLOCK, extras=extras)
+    reply = wire.ask(CommitRequest(**wire.envelope(), items=(item,)), TOKENS[: 4 * BLOCK])
     assert isinstance(reply, CommitReply)
-    failed(reply.results[0], "unsupported")
+    failed(reply.results[0], "bad_request")
 
 
 # --- reserve ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,6 +13,7 @@ import zmq
 from kvd.arena.membership import SessionLock
 from kvd.protocol.codec import decode_reply, encode, pack_tokens
 from kvd.protocol.messages import (
+    PROTOCOL_VERSION,
     AnyReply,
     AnyRequest,
     AttachReply,
@@ -55,6 +57,7 @@ class Wire:
         self._socket.connect(endpoint)
         self.epoch = 0
         self.session = ""
+        self.secret = ""
         self.namespace = 0
         self.num_pages = 0
         self.lock: SessionLock | None = None
@@ -95,18 +98,19 @@ class Wire:
         self.next_id += 1
         return {"id": self.next_id, "epoch": self.epoch} | fields
 
-    def attach(self, *, maps: bool = True, version: int = 1, **fields: Any) -> AttachReply:
+    def attach(self, *, maps: bool = True, version: int = PROTOCOL_VERSION, **fields: Any) -> AttachReply:
         envelope = self.envelope(version=version, min_version=1, client="wire", **fields)
         reply = self.ask(AttachRequest(**envelope))
         assert isinstance(reply, AttachReply), reply
-        self.epoch, self.session = reply.epoch, reply.session
+        self.epoch, self.secret = reply.epoch, reply.session
+        self.session = Path(reply.lock_path).stem
         if maps:
             self.lock = SessionLock(reply.lock_path)
         return reply
 
-    def open(self, salt: str = "", *, maps: bool = True) -> int:
+    def open(self, salt: str = "", *, maps: bool = True, **fields: Any) -> int:
         request = OpenRequest(
-            **self.envelope(), identity=IDENTITY, layout=LAYOUT, salt=salt, maps=maps
+            **self.envelope(), identity=IDENTITY, layout=LAYOUT, salt=salt, maps=maps, **fields
         )
         reply = self.ask(request)
         assert isinstance(reply, OpenReply), reply

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.arena.page_table import table_bytes
 from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
@@ -31,9 +32,14 @@ SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 6
 
 def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, Any]:
     """A configuration whose host tier has so many pages of LAYOUT; all of them can be used."""
-    tier = {"type": "host", "capacity_bytes": num_pages * LAYOUT.page_bytes}
+    tier = {"type": "host", "capacity_bytes": capacity_of(num_pages)}
     cache = {"high_watermark": 1.0, "low_watermark": 1.0}
     return {"tiers": [tier], "sessions": SESSIONS, "cache": cache} | sections
+
+
+def capacity_of(num_pages: int, layout: Layout = LAYOUT) -> int:
+    """What so many pages take, and the table that is kept of them."""
+    return num_pages * layout.page_bytes + table_bytes(layout, num_pages)
 
 
 def eventually(condition: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:

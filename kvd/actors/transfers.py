@@ -1,0 +1,34 @@
+"""Transfers: pages that are being sent where they lie, held until ZeroMQ is done with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import zmq
+
+    from kvd.actors.manager import Manager
+    from kvd.cache.leases import Lease
+
+
+class Transfers:
+    """Messages under way whose frames are page memory: each holds a lease of the daemon's own."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._sending: list[tuple[int, zmq.MessageTracker]] = []
+
+    def begin(self, lease: Lease, tracker: zmq.MessageTracker) -> None:
+        """Hold the blocks of a lease, whatever becomes of it, until the message has left."""
+        self.end_done()
+        if not tracker.done:
+            self._sending.append((self._manager.hold(lease), tracker))
+
+    def end_done(self) -> None:
+        """Let go of what has left, or whose client is gone."""
+        sending, self._sending = self._sending, []
+        for hold, tracker in sending:
+            if tracker.done:
+                self._manager.let_go(hold)
+            else:
+                self._sending.append((hold, tracker))

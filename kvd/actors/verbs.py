@@ -1,0 +1,338 @@
+"""Verbs: what a session may ask, item by item, from a request to its reply.
+
+Nearly every request is answered in the call; one that must wait is answered by a coroutine, which
+the router runs as a task of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import anyio
+from msgspec.structs import replace
+
+from kvd.arena.membership import is_held
+from kvd.protocol.codec import TOKEN_BYTES, failure
+from kvd.protocol.errors import (
+    BadRequest,
+    KvdError,
+    LimitExceeded,
+    OutOfPages,
+    SessionLockMissing,
+    Unsupported,
+)
+from kvd.protocol.messages import (
+    MAX_PIECE_BYTES,
+    AbortRequest,
+    AnyReply,
+    AnyRequest,
+    CloseRequest,
+    CommitReply,
+    CommitRequest,
+    DoneReply,
+    DropReply,
+    DropRequest,
+    Failure,
+    ForkItem,
+    ForkRequest,
+    HeartbeatRequest,
+    LoadReply,
+    LoadRequest,
+    MatchItem,
+    MatchReply,
+    MatchRequest,
+    MatchResult,
+    OpenReply,
+    OpenRequest,
+    PinReply,
+    PinRequest,
+    ReleaseRequest,
+    ReserveItem,
+    ReserveReply,
+    ReserveRequest,
+    ReserveResult,
+    Shortage,
+    StoreRequest,
+    UnpinReply,
+    UnpinRequest,
+)
+
+if TYPE_CHECKING:
+    from kvd.actors.manager import Manager
+    from kvd.actors.sessions import Session, SessionTable
+    from kvd.cache.leases import Lease
+    from kvd.config import LimitConfig
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply, and frames of page memory behind it, for whose pages `lease` is held meanwhile."""
+
+    reply: AnyReply
+    frames: Sequence[memoryview] = ()
+    lease: Lease | None = None
+
+
+Later: TypeAlias = Coroutine[Any, Any, Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """In the place of a result: pages that must be waited for, for a match or for themselves."""
+
+    lease: Lease
+    start: int
+    stop: int
+    ahead: int
+    match: MatchResult | None = None
+
+
+class _TokenItem(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class Verbs:
+    """Serves the requests of attached sessions."""
+
+    def __init__(
+        self, limits: LimitConfig, manager: Manager, sessions: SessionTable, epoch: int
+    ) -> None:
+        self._limits = limits
+        self._manager = manager
+        self._sessions = sessions
+        self._epoch = epoch
+
+    def serve(
+        self, session: Session, request: AnyRequest, frames: Sequence[bytes]
+    ) -> Answer | Later:
+        """Answer a request. Raises what the whole of it is refused with."""
+        match request:
+            case MatchRequest():
+                return self._match(session, request, frames)
+            case ForkRequest():
+                return self._fork(session, request)
+            case ReserveRequest():
+                return self._reserve(session, request)
+            case CommitRequest():
+                return self._commit(session, request, frames)
+            case LoadRequest():
+                return self._load(session, request)
+            case StoreRequest():
+                return self._store(session, request, frames)
+            case PinRequest():
+                return self._pin(session, request, frames)
+            case DropRequest():
+                return self._drop(request, frames)
+            case OpenRequest():
+                return self._open(session, request)
+            case UnpinRequest():
+                count = self._manager.unpin(request.owner or session.client, request.pins)
+                return Answer(UnpinReply(id=request.id, epoch=self._epoch, num_pins=count))
+            case HeartbeatRequest():
+                self._manager.release_others(session.id, request.leases)
+            case ReleaseRequest():
+                self._check_batch(request.leases)
+                self._manager.release(session.id, request.leases, request.keep_blocks)
+            case AbortRequest():
+                self._check_batch(request.leases)
+                self._manager.abort(session.id, request.leases)
+            case CloseRequest():
+                self._manager.close_namespace(session.id, request.namespace)
+            case _:
+                raise BadRequest(f"{type(request).__name__} is not served here")
+        return self._done(request)
+
+    def _done(self, request: AnyRequest) -> Answer:
+        return Answer(DoneReply(id=request.id, epoch=self._epoch))
+
+    # --- namespaces ---
+
+    async def _open(self, session: Session, request: OpenRequest) -> Answer:
+        if request.group or request.keyed:
+            raise Unsupported("groups and keyed namespaces are not served by this version")
+        lock = self._sessions.path(session.id)
+        if request.maps and not await anyio.to_thread.run_sync(is_held, lock):
+            raise SessionLockMissing(f"take a shared lock on {lock} before mapping an arena")
+        session.maps = session.maps or request.maps
+        opened = await self._manager.open(
+            session.id, request.identity, request.layout, request.salt, extras=request.extras
+        )
+        return Answer(
+            OpenReply(
+                id=request.id,
+                epoch=self._epoch,
+                namespace=opened.namespace.id,
+                arena_path=str(opened.arena.path),
+                num_pages=opened.arena.num_pages,
+            )
+        )
+
+    # --- leases ---
+
+    def _match(
+        self, session: Session, request: MatchRequest, frames: Sequence[bytes]
+    ) -> Answer | Later:
+        def match(item: MatchItem, tokens: bytes) -> MatchResult | _Wait:
+            return self._with_pages(item, *self._manager.match(session.id, item, tokens))
+
+        results = [_tried(match, *each) for each in self._with_tokens(request.items, frames)]
+        return self._answered(MatchReply, request, results)
+
+    def _fork(self, session: Session, request: ForkRequest) -> Answer | Later:
+        def fork(item: ForkItem) -> MatchResult | _Wait:
+            return self._with_pages(item, *self._manager.fork(session.id, item))
+
+        self._check_batch(request.items)
+        results = [_tried(fork, item) for item in request.items]
+        return self._answered(MatchReply, request, results)
+
+    def _with_pages(
+        self, item: MatchItem | ForkItem, lease: Lease, result: MatchResult
+    ) -> MatchResult | _Wait:
+        """The result with pages behind the leased blocks, if some are wanted and to be had."""
+        if not item.reserve and not item.ahead:
+            return result
+        try:
+            runs = self._manager.reserve_now(lease, 0, item.reserve, item.ahead)
+        except LimitExceeded:
+            self._manager.release(lease.session, [lease.id])
+            raise
+        if runs is None:
+            return _Wait(lease, 0, item.reserve, item.ahead, result)
+        return replace(result, reserved=runs)
+
+    def _reserve(self, session: Session, request: ReserveRequest) -> Answer | Later:
+        def reserve(item: ReserveItem) -> ReserveResult | _Wait:
+            lease = self._manager.lease(session.id, item.lease)
+            runs = self._manager.reserve_now(lease, item.start, item.stop, item.ahead)
+            if runs is None:
+                return _Wait(lease, item.start, item.stop, item.ahead)
+            return ReserveResult(runs)
+
+        self._check_batch(request.items)
+        results = [_tried(reserve, item) for item in request.items]
+        return self._answered(ReserveReply, request, results)
+
+    def _commit(self, session: Session, request: CommitRequest, frames: Sequence[bytes]) -> Answer:
+        results = [
+            _tried(self._manager.commit, session.id, *each)
+            for each in self._with_tokens(request.items, frames)
+        ]
+        return Answer(CommitReply(id=request.id, epoch=self._epoch, results=tuple(results)))
+
+    def _answered(
+        self, kind: Callable[..., AnyReply], request: AnyRequest, results: Sequence[Any]
+    ) -> Answer | Later:
+        if any(isinstance(result, _Wait) for result in results):
+            return self._answered_later(kind, request, results)
+        return Answer(kind(id=request.id, epoch=self._epoch, results=tuple(results)))
+
+    async def _answered_later(
+        self, kind: Callable[..., AnyReply], request: AnyRequest, results: Sequence[Any]
+    ) -> Answer:
+        settled = [
+            await self._settled(result, request) if isinstance(result, _Wait) else result
+            for result in results
+        ]
+        return Answer(kind(id=request.id, epoch=self._epoch, results=tuple(settled)))
+
+    async def _settled(
+        self, wait: _Wait, request: AnyRequest
+    ) -> MatchResult | ReserveResult | Failure:
+        """Pages, in their turn and within the deadline; a match is granted without them too."""
+        try:
+            runs = await self._manager.reserve(
+                wait.lease, wait.start, wait.stop, wait.ahead, self._seconds_left(request)
+            )
+        except OutOfPages as error:
+            if wait.match is None:
+                return failure(error)
+            return replace(wait.match, shortage=Shortage(**error.details))
+        except KvdError as error:
+            return failure(error)
+        return replace(wait.match, reserved=runs) if wait.match else ReserveResult(runs)
+
+    def _seconds_left(self, request: AnyRequest) -> float:
+        if not request.deadline_ns:
+            return self._limits.wait_seconds
+        left = (request.deadline_ns - time.monotonic_ns()) / 1e9
+        return max(0.0, min(left, self._limits.wait_seconds))
+
+    # --- copies for who cannot map ---
+
+    def _load(self, session: Session, request: LoadRequest) -> Answer:
+        lease = self._manager.lease(session.id, request.lease)
+        frames = self._manager.load(lease, request.pages, self._slices(lease, request))
+        return Answer(LoadReply(id=request.id, epoch=self._epoch), frames, lease)
+
+    def _store(self, session: Session, request: StoreRequest, frames: Sequence[bytes]) -> Answer:
+        lease = self._manager.lease(session.id, request.lease)
+        slices = self._slices(lease, request)
+        data = memoryview(frames[0] if frames else b"")
+        self._manager.store(lease, request.pages, slices, data)
+        return self._done(request)
+
+    def _slices(self, lease: Lease, request: LoadRequest | StoreRequest) -> range:
+        """The slices of a piece; refuses one that is too large for a message."""
+        layout = lease.namespace.arena.layout
+        slices = range(request.first_slice, request.first_slice + request.num_slices)
+        if slices.stop > layout.num_slices:
+            raise BadRequest(f"slices up to {slices.stop} of {layout.num_slices}")
+        num_slices = len(slices) * sum(run.count for run in request.pages)
+        if num_slices > max(1, MAX_PIECE_BYTES // layout.slice_bytes):
+            raise LimitExceeded(
+                f"{num_slices * layout.slice_bytes} bytes in a piece; at most {MAX_PIECE_BYTES}"
+            )
+        return slices
+
+    # --- pins and drops ---
+
+    def _pin(self, session: Session, request: PinRequest, frames: Sequence[bytes]) -> Answer:
+        results = [
+            _tried(self._manager.pin, item, item.owner or session.client, tokens)
+            for item, tokens in self._with_tokens(request.items, frames)
+        ]
+        return Answer(PinReply(id=request.id, epoch=self._epoch, results=tuple(results)))
+
+    def _drop(self, request: DropRequest, frames: Sequence[bytes]) -> Answer:
+        results = [
+            _tried(self._manager.drop, *each) for each in self._with_tokens(request.items, frames)
+        ]
+        return Answer(DropReply(id=request.id, epoch=self._epoch, results=tuple(results)))
+
+    # --- what the verbs share ---
+
+    def _check_batch(self, items: Sequence[object]) -> None:
+        if len(items) > self._limits.batch_items:
+            raise LimitExceeded(
+                f"{len(items)} items in a request; at most {self._limits.batch_items}"
+            )
+
+    def _with_tokens(
+        self, items: Sequence[Any], frames: Sequence[bytes]
+    ) -> Iterator[tuple[Any, bytes]]:
+        """Each item with its part of the frame of tokens, which has them one after the other."""
+        self._check_batch(items)
+        tokens = frames[0] if frames else b""
+        announced = sum(item.num_tokens for item in items)
+        if announced * TOKEN_BYTES != len(tokens):
+            raise BadRequest(f"{announced} tokens announced, {len(tokens)} bytes of them sent")
+        start = 0
+        for item in items:
+            stop = start + item.num_tokens * TOKEN_BYTES
+            yield item, tokens[start:stop]
+            start = stop
+
+
+def _tried(do: Callable[..., R], *args: Any) -> R | Failure:
+    """One item's result, or in its place what it is refused with."""
+    try:
+        return do(*args)
+    except KvdError as error:
+        return failure(error)

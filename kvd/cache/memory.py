@@ -1,0 +1,370 @@
+"""Memory: which pages, of which layout, and what goes so that there are some.
+
+All layouts share one capacity. Each has an arena whose extents have memory or not, each namespace
+has its blocks by age, and ages are stamps of one clock: the coldest block of all is the coldest of
+the coldest. Between layouts memory moves by whole extents.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvd.arena.base import GROUP_PAGES
+from kvd.arena.page_table import PageState
+from kvd.arena.runs import pages_of
+from kvd.cache.plan import Back, Freed, Plan, Unback
+from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.messages import Run, Shortage
+
+if TYPE_CHECKING:
+    from kvd.arena.runs import Pages
+    from kvd.cache.pages import PagePool
+    from kvd.cache.policy import Lru
+    from kvd.cache.radix import Node, Tree
+    from kvd.config import CacheConfig
+    from kvd.protocol.keys import Identity
+    from kvd.protocol.layout import Layout
+
+# Moving an extent costs its zeroing, so memory moves to a layout only from one whose coldest blocks
+# are this many times older. Models that are used alike do not take it from each other in turns.
+MOVE_AGE_RATIO = 2
+# Blocks evicted elsewhere, in a fragmented arena, may not make an extent whole: so many times what
+# is missing may go for it at one reserve.
+MOVE_BUDGET = 2
+
+
+@dataclass(eq=False, slots=True)
+class ArenaState:
+    """The pages of one layout in the tier. `table_bytes` are what its page table takes of it."""
+
+    id: int
+    layout: Layout
+    pool: PagePool
+    table_bytes: int = 0
+    namespaces: list[Namespace] = field(default_factory=list)
+
+    @property
+    def backed_bytes(self) -> int:
+        return self.pool.num_backed * self.layout.page_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        return self.pool.extent_pages * self.layout.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a namespace keeps whatever others need, and what it gets at most (0: no bound)."""
+
+    guaranteed_bytes: int = 0
+    max_bytes: int = 0
+
+
+NO_QUOTA = Quota()
+
+
+@dataclass(eq=False, slots=True)
+class Namespace:
+    """The domain in which equal tokens mean equal KV.
+
+    `num_pages` are its blocks', those that left the tree under leases, and its leases' reserved
+    ones. `generation` counts drops; `sessions` have it open.
+    """
+
+    id: int
+    key: bytes
+    identity: Identity
+    salt: str
+    arena: ArenaState
+    tree: Tree
+    lru: Lru
+    quota: Quota
+    num_pages: int = 0
+    generation: int = 0
+    sessions: set[int] = field(default_factory=set)
+
+    @property
+    def has_extras(self) -> bool:
+        return self.tree.row_bytes > TOKEN_BYTES
+
+    @property
+    def guaranteed_pages(self) -> int:
+        return self.quota.guaranteed_bytes // self.arena.layout.page_bytes
+
+    @property
+    def max_pages(self) -> int:
+        """All pages of the arena, where it has no bound."""
+        if not self.quota.max_bytes:
+            return self.arena.pool.num_pages
+        return self.quota.max_bytes // self.arena.layout.page_bytes
+
+
+class Memory:
+    """The capacity of one memory tier, and the arenas that share it."""
+
+    def __init__(self, capacity_bytes: int, config: CacheConfig, counters: Counter[str]) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.high_watermark = config.high_watermark
+        self.low_watermark = config.low_watermark
+        self.arenas: dict[int, ArenaState] = {}
+        self.num_touches = 0
+        self._counters = counters
+        # False while the file system has no memory, whatever the capacity says.
+        self.may_back = True
+
+    def touch(self) -> int:
+        """The clock: each touch is later than all before."""
+        self.num_touches += 1
+        return self.num_touches
+
+    # --- making room ---
+
+    def make_room(self, space: Namespace, count: int, plan: Plan) -> bool:
+        """See that `count` pages are free for a namespace; False where they are not, or not yet.
+
+        Free pages come first, then memory that the tier may still take, then memory that lies idle
+        in other arenas, then the least recent blocks.
+        """
+        pool = space.arena.pool
+        if count > min(pool.num_pages, space.max_pages):
+            return False
+        excess = space.num_pages + count - space.max_pages
+        if excess > 0:  # it makes room for itself, whatever else is free
+            if excess > space.lru.num_blocks:
+                return False
+            self._evict([space], space, excess, plan)
+        missing = count - pool.num_free
+        if missing <= 0:
+            return True
+        self.begin_backing(space.arena, missing - pool.num_backing, plan)
+        if not pool.num_backing:
+            self._move(space, missing, plan)
+        # Memory on its way is waited for before anything is evicted for want of it.
+        if pool.num_backing or missing > self._num_evictable(space):
+            return False
+        self._evict(space.arena.namespaces, space, missing, plan)
+        return True
+
+    def spare(self, space: Namespace, needed: int, ahead: int, plan: Plan) -> int:
+        """How many of the pages ahead can be had now; evicts for them once all memory is taken."""
+        pool = space.arena.pool
+        ahead = max(0, min(ahead, space.max_pages - space.num_pages - needed))
+        missing = needed + ahead - pool.num_free
+        if missing > 0 and not pool.num_backing and not self._num_backable(space.arena):
+            missing = min(missing, self._num_evictable(space))
+            self._evict(space.arena.namespaces, space, missing, plan)
+        return max(0, min(ahead, pool.num_free - needed))
+
+    def make_groups(self, space: Namespace, count: int, plan: Plan) -> None:
+        """Evict the coldest ends, group by group, until `count` pages can be had in whole groups.
+
+        Else what is left over of many leases, a few pages each, would make the runs of the next
+        one short. At most `count` blocks go for it, and none while there is memory to be had.
+        """
+        pool, wanted, left = space.arena.pool, count // GROUP_PAGES, count
+        if pool.num_backing or self._num_backable(space.arena):
+            return
+        while left > 0 and pool.num_whole_groups < wanted:
+            victim = _coldest(space.arena.namespaces, space)
+            if victim is None:
+                return
+            # No group becomes whole before all that the leaf has in it are gone.
+            size = min(left, _in_last_group(_leaf(victim)), _allowance(victim, space))
+            self._evict([victim], space, size, plan)
+            left -= size
+
+    def _move(self, space: Namespace, missing: int, plan: Plan) -> None:
+        """Take memory from other arenas: what is idle there, and what held much colder blocks."""
+        arena = space.arena
+        pages = min(missing, arena.pool.num_unbacked)
+        wanted = -(-pages // arena.pool.extent_pages) * arena.extent_bytes
+        if not wanted or not self.may_back:
+            return
+        others = [other for other in self.arenas.values() if other is not arena]
+        budget = MOVE_BUDGET * wanted
+        self._unback(others, wanted, plan)
+        while self._left_bytes() < wanted and budget > 0:
+            victim = _coldest((each for other in others for each in other.namespaces), space)
+            if victim is None or not self._is_worth_moving(victim, space, missing):
+                break
+            size = min(_in_last_group(_leaf(victim)), _allowance(victim, space))
+            self._evict([victim], space, size, plan)
+            budget -= size * victim.arena.layout.page_bytes
+            self._unback([victim.arena], wanted, plan)
+        self.begin_backing(arena, missing, plan)
+
+    def _is_worth_moving(self, victim: Namespace, space: Namespace, missing: int) -> bool:
+        own = _coldest(space.arena.namespaces, space)
+        if own is None or missing > self._num_evictable(space):
+            return True
+        age, own_age = (self.num_touches - _leaf(one).stamp for one in (victim, own))
+        return age > MOVE_AGE_RATIO * own_age
+
+    def _unback(self, arenas: Iterable[ArenaState], wanted_bytes: int, plan: Plan) -> None:
+        """Take whole free extents out of arenas until so many bytes of the capacity are left."""
+        for arena in arenas:
+            needed = wanted_bytes - self._left_bytes()
+            if needed > 0:
+                runs = arena.pool.unback(-(-needed // arena.extent_bytes))
+                plan += [Unback(arena.id, run) for run in runs]
+                self._counters["pages_unbacked"] += sum(run.count for run in runs)
+
+    # --- backing ---
+
+    def begin_backing(self, arena: ArenaState, num_pages: int, plan: Plan) -> None:
+        """Choose unbacked extents for at least `num_pages` pages, as far as the capacity goes."""
+        wanted = -(-num_pages // arena.pool.extent_pages)
+        count = min(wanted, self._num_backable(arena))
+        if count > 0:
+            plan += [Back(arena.id, run) for run in arena.pool.begin_backing(count)]
+
+    def end_backing(self, arena: ArenaState, run: Run, *, backed: bool) -> Plan:
+        arena.pool.end_backing(run, backed=backed)
+        return [Freed(arena.id, pages_of([run]))] if backed else []
+
+    def _num_backable(self, arena: ArenaState) -> int:
+        """Extents for which there is memory, and room in the arena."""
+        if not self.may_back:
+            return 0
+        extents = arena.pool.num_unbacked // arena.pool.extent_pages
+        return max(0, min(self._left_bytes() // arena.extent_bytes, extents))
+
+    def _left_bytes(self) -> int:
+        return self.capacity_bytes - self.taken_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the capacity, by pages with memory and by page tables."""
+        return sum(arena.backed_bytes + arena.table_bytes for arena in self.arenas.values())
+
+    # --- eviction ---
+
+    def shrink(self, plan: Plan) -> None:
+        """Give memory back until the capacity is kept, as after a page table has taken some."""
+        while self._left_bytes() < 0:
+            self._unback(self.arenas.values(), 0, plan)
+            victim = _coldest(self._spaces(), None)
+            if self._left_bytes() >= 0 or victim is None:
+                return
+            size = min(_in_last_group(_leaf(victim)), _allowance(victim, None))
+            self._evict([victim], None, size, plan)
+
+    def trim(self) -> Plan:
+        """Evict from the high watermark down to the low one, the least recent blocks of all."""
+        plan: Plan = []
+        used = self._used_bytes()
+        if used <= self.high_watermark * self.capacity_bytes:
+            return plan
+        while used > self.low_watermark * self.capacity_bytes:
+            victim = _coldest(self._spaces(), None)
+            if victim is None:
+                break
+            page_bytes = victim.arena.layout.page_bytes
+            excess = used - self.low_watermark * self.capacity_bytes
+            size = min(_allowance(victim, None), int(-(-excess // page_bytes)))
+            self._evict([victim], None, size, plan)
+            used -= size * page_bytes
+        return plan
+
+    def clear(self, space: Namespace, plan: Plan) -> None:
+        """Evict every unlocked block of a namespace."""
+        self._evict([space], space, space.lru.num_blocks, plan)
+
+    def free(self, space: Namespace, pages: Pages, plan: Plan) -> None:
+        """A namespace gives pages back."""
+        if len(pages):
+            space.num_pages -= len(pages)
+            plan.append(self.free_pages(space.arena, pages))
+
+    def free_pages(self, arena: ArenaState, pages: Pages) -> Freed:
+        """Pages that belong to no namespace are nobody's."""
+        arena.pool.free(pages)
+        return Freed(arena.id, pages)
+
+    def _evict(
+        self, spaces: Iterable[Namespace], space: Namespace | None, count: int, plan: Plan
+    ) -> None:
+        """Shorten the coldest leaves from their ends, on behalf of `space`.
+
+        `count` blocks are there to be evicted.
+        """
+        spaces = list(spaces)
+        left = count
+        while left:
+            victim = _coldest(spaces, space)
+            assert victim is not None
+            leaf = _leaf(victim)
+            size = min(left, _allowance(victim, space))
+            self.free(victim, victim.tree.cut(leaf, size), plan)
+            left -= size
+        self._counters["blocks_evicted"] += count
+
+    def _num_evictable(self, space: Namespace) -> int:
+        """Blocks in the namespace's own arena that may go for it."""
+        return sum(
+            min(other.lru.num_blocks, _spendable(other, space)) for other in space.arena.namespaces
+        )
+
+    def _spaces(self) -> Iterable[Namespace]:
+        return (space for arena in self.arenas.values() for space in arena.namespaces)
+
+    def _used_bytes(self) -> int:
+        return sum(
+            arena.pool.num_held * arena.layout.page_bytes + arena.table_bytes
+            for arena in self.arenas.values()
+        )
+
+    # --- what people ask ---
+
+    def shortage(self, space: Namespace, num_wanted: int) -> Shortage:
+        counts = space.arena.pool.counts()
+        unlocked = sum(other.lru.num_blocks for other in space.arena.namespaces)
+        return Shortage(
+            num_wanted,
+            counts["free"],
+            counts["committed"] + counts["detached"] - unlocked,
+            counts["reserved"],
+            counts["quarantined"],
+            space.arena.pool.num_pages,
+            space.max_pages if space.quota.max_bytes else 0,
+        )
+
+    def pages_by_state(self) -> dict[str, int]:
+        pages: Counter[str] = Counter({state.name.lower(): 0 for state in PageState})
+        for arena in self.arenas.values():
+            pages.update(arena.pool.counts())
+        return dict(pages)
+
+
+def _leaf(space: Namespace) -> Node:
+    leaf = space.lru.coldest()
+    assert leaf is not None
+    return leaf
+
+
+def _coldest(spaces: Iterable[Namespace], space: Namespace | None) -> Namespace | None:
+    """Whose coldest leaf is the coldest, of those that may lose it for `space`."""
+    losing = [each for each in spaces if each.lru.num_blocks and _spendable(each, space) > 0]
+    return min(losing, key=lambda each: _leaf(each).stamp, default=None)
+
+
+def _spendable(victim: Namespace, space: Namespace | None) -> int:
+    """How many pages a namespace may lose: for itself any, for others what is not guaranteed."""
+    return victim.num_pages - (0 if victim is space else victim.guaranteed_pages)
+
+
+def _allowance(victim: Namespace, space: Namespace | None) -> int:
+    """How many blocks of its coldest leaf may go at once."""
+    return min(_leaf(victim).num_blocks, _spendable(victim, space))
+
+
+def _in_last_group(leaf: Node) -> int:
+    """How many blocks at the end of a leaf lie in one group of pages."""
+    group = leaf.pages[-1] // GROUP_PAGES
+    size = 1
+    while size < leaf.num_blocks and leaf.pages[-size - 1] // GROUP_PAGES == group:
+        size += 1
+    return size

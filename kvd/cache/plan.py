@@ -1,0 +1,146 @@
+"""What the cache decides: plans, made of steps, and answers that carry one.
+
+A plan's steps are carried out in their order before the answer leaves the daemon.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from kvd.arena.runs import Pages
+    from kvd.cache.leases import Lease
+    from kvd.protocol.codec import Tokens
+    from kvd.protocol.messages import Run, Runs, Shortage, Tail
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Note that `session` may write these pages."""
+
+    arena: int
+    pages: Pages
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Note these blocks, the first of which follows the block in page `parent` (-1: none)."""
+
+    arena: int
+    pages: Pages
+    parent: int
+    first_block: int
+    tokens: Tokens
+    namespace: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Note that these blocks are no blocks any more, though leases hold their pages."""
+
+    arena: int
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Note that nobody holds these pages; descendants stand before their parents."""
+
+    arena: int
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Note that a session that is over could still write these pages."""
+
+    arena: int
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Void the lease in this slot of the shared header, by the next generation."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """Have memory given to these extents; `end_backing` is told when it is there."""
+
+    arena: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Unback:
+    """Take the memory of these extents back, before any is given after this step."""
+
+    arena: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Close an arena: it has no page that anybody holds, and no namespace."""
+
+    arena: int
+
+
+Step: TypeAlias = (
+    Reserved | Committed | Dropped | Freed | Quarantined | Ended | Back | Unback | Removed
+)
+Plan: TypeAlias = list[Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    lease: Lease
+    runs: Runs
+    tail: Tail | None
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Pages for a lease."""
+
+    pages: Pages
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """No pages now: what the plan has backed is to be waited for, or what others hold.
+
+    `hopeless`: nobody else holds any, and none is on its way.
+    """
+
+    shortage: Shortage
+    hopeless: bool
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAnswer:
+    pages: Pages
+    num_duplicates: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    pin: int
+    num_blocks: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class DropAnswer:
+    num_blocks: int
+    num_detached: int
+    plan: Plan
