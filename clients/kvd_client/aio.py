@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvd_client.base import ClientBase, NamespaceBase
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import StatusReply
+    from kvd.protocol.messages import DropResult, LeasesReply, PinResult, StatusReply
+    from kvd_client.base import ExtraItems
 
 T = TypeVar("T")
 
@@ -42,13 +43,50 @@ class AsyncClient(ClientBase):
         """As `Client.wait_attached`."""
         return await self.run(self._attaching(seconds))
 
-    def open(self, identity: Identity, layout: Layout, salt: str = "") -> AsyncNamespace:
+    def open(
+        self, identity: Identity, layout: Layout, salt: str = "", *, extras: bool = False
+    ) -> AsyncNamespace:
         """As `Client.open`; it does not wait."""
-        return AsyncNamespace(self, identity, layout, salt)
+        return AsyncNamespace(self, identity, layout, salt, extras=extras)
 
     async def status(self) -> StatusReply:
         """As `Client.status`."""
         return await self.run(self._status())
+
+    async def leases(self, limit: int = 1000) -> LeasesReply:
+        """As `Client.leases`."""
+        return await self.run(self._leases_of_all(limit))
+
+    async def pin(
+        self,
+        namespace: int,
+        tokens: TokenIds,
+        seconds: float,
+        *,
+        owner: str | None = None,
+        extras: ExtraItems = (),
+    ) -> PinResult:
+        """As `Client.pin`."""
+        return await self.run(
+            self._pin(namespace, tokens, seconds, owner, extras, self.deadline(None))
+        )
+
+    async def unpin(self, *, owner: str | None = None, pins: Sequence[int] = ()) -> int:
+        """As `Client.unpin`."""
+        return await self.run(self._unpin(owner, pins))
+
+    async def drop(
+        self,
+        namespace: int,
+        tokens: TokenIds = (),
+        *,
+        from_token: int = 0,
+        extras: ExtraItems = (),
+    ) -> DropResult:
+        """As `Client.drop`."""
+        return await self.run(
+            self._drop(namespace, tokens, from_token, extras, self.deadline(None))
+        )
 
     async def close(self) -> None:
         """As `Client.close`."""
@@ -86,8 +124,9 @@ class AsyncClient(ClientBase):
         connection = self.connection
         if isinstance(wish, Answered):
             wish.call.wake = wake
-            connection.send(wish.call)
             try:
+                if wish.call.is_answered:
+                    wake()
                 yield
             finally:
                 connection.withdraw(wish.call)
@@ -149,15 +188,35 @@ class AsyncLease(LeaseBase):
         """As `Lease.reserve`."""
         await self._client.run(self._reserve(num_tokens, timeout))
 
-    async def commit(self, tokens: TokenIds, *, timeout: float | None = None) -> int:
+    async def commit(
+        self, tokens: TokenIds, *, extras: ExtraItems = (), timeout: float | None = None
+    ) -> int:
         """As `Lease.commit`."""
-        return await self._client.run(self._commit(tokens, timeout))
+        return await self._client.run(self._commit(tokens, extras, timeout))
+
+    async def fork(self, *, reserve_tokens: int = 0, timeout: float | None = None) -> Self:
+        """As `Lease.fork`."""
+        fork = type(self)(self._namespace)
+        await self._client.run(self._fork(fork, reserve_tokens, timeout))
+        return fork
+
+    async def replace(
+        self,
+        tokens: TokenIds,
+        *,
+        reserve_tokens: int = 0,
+        exact_tail: bool = False,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> None:
+        """As `Lease.replace`."""
+        match = self._namespace._match(self, tokens, reserve_tokens, exact_tail, extras, timeout)
+        await self._client.run(self._replace(match))
 
 
-class AsyncNamespace(NamespaceBase[AsyncLease]):
+class AsyncNamespace(NamespaceBase):
     """The KV of one model for one client; made by `AsyncClient.open`."""
 
-    _lease_class = AsyncLease
     _client: AsyncClient
 
     @property
@@ -165,7 +224,40 @@ class AsyncNamespace(NamespaceBase[AsyncLease]):
         return self._client
 
     async def match(
-        self, tokens: TokenIds, *, reserve_tokens: int = 0, timeout: float | None = None
+        self,
+        tokens: TokenIds,
+        *,
+        reserve_tokens: int = 0,
+        exact_tail: bool = False,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
     ) -> AsyncLease:
         """As `Namespace.match`."""
-        return await self._client.run(self._match(tokens, reserve_tokens, timeout))
+        lease = AsyncLease(self)
+        await self._client.run(
+            self._match(lease, tokens, reserve_tokens, exact_tail, extras, timeout)
+        )
+        return lease
+
+    async def pin(
+        self,
+        tokens: TokenIds,
+        seconds: float,
+        *,
+        owner: str | None = None,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> PinResult:
+        """As `Namespace.pin`."""
+        return await self._client.run(self._pin(tokens, seconds, owner, extras, timeout))
+
+    async def drop(
+        self,
+        tokens: TokenIds = (),
+        *,
+        from_token: int = 0,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> DropResult:
+        """As `Namespace.drop`."""
+        return await self._client.run(self._drop(tokens, from_token, extras, timeout))

@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import time
 import weakref
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+import msgspec
 
 from kvd.arena.host import MappedArena
-from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
+from kvd.protocol.codec import TOKEN_BYTES, TokenIds, decode_request, encode, pack_tokens
 from kvd.protocol.endpoint import client_endpoint
 from kvd.protocol.errors import (
+    BadRequest,
     DaemonUnavailable,
     DeadlineExceeded,
     LimitExceeded,
@@ -28,16 +34,28 @@ from kvd.protocol.messages import (
     NO_REPLY,
     AnyReply,
     AnyRequest,
+    DropItem,
+    DropReply,
+    DropRequest,
+    DropResult,
+    LeasesReply,
+    LeasesRequest,
     MatchItem,
-    MatchReply,
     MatchRequest,
     OpenReply,
     OpenRequest,
+    PinItem,
+    PinReply,
+    PinRequest,
+    PinResult,
     ReleaseRequest,
     StatusReply,
     StatusRequest,
+    UnpinReply,
+    UnpinRequest,
 )
-from kvd_client.lease import Binding, LeaseBase, ahead_of, pages_for
+from kvd_client.lease import Binding, LeaseBase, ahead_of, pack_extras, pages_for
+from kvd_client.mirror import Mirror
 from kvd_client.session import (
     Answered,
     Call,
@@ -51,28 +69,45 @@ from kvd_client.session import (
 )
 from kvd_client.transport import Connection
 
+logger = logging.getLogger(__name__)
+
+Q = TypeVar("Q", bound=AnyRequest)
 R = TypeVar("R", bound=AnyReply)
-L = TypeVar("L", bound=LeaseBase)
+T = TypeVar("T")
+
+# What else identifies a position: 32 bytes, a digest of the image there, say.
+ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
 
 # A shorter silence says nothing of the daemon: one caller's tiny timeout is nobody else's outage.
 SUSPECT_SECONDS = 0.2
 MAX_NAME = 64
+MAX_SECONDS = 86_400.0 * 365
 
 
 class ClientBase:
     """A client of one daemon, but for how it waits."""
 
     def __init__(
-        self, endpoint: str | None = None, *, timeout: float = 2.0, name: str | None = None
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout: float = 2.0,
+        name: str | None = None,
+        maps: bool = True,
     ) -> None:
-        """Begin to attach, without waiting. Raises ConfigError for an endpoint that cannot be."""
+        """Begin to attach, without waiting. Raises ConfigError for an endpoint that cannot be.
+
+        A client that maps shares the daemon's memory. One that does not, or cannot, has private
+        memory with copies of the blocks that it leases.
+        """
         self.endpoint = endpoint or client_endpoint()
-        self.timeout = timeout
+        self.timeout = check_timeout(timeout)
+        self._maps = maps
         given = name or os.path.basename(sys.argv[0]) or "python"
         self.name = given.encode(errors="replace").decode(errors="replace")[:MAX_NAME]
         # What maps memory for this client: while it does, its pages could still be written.
         self._leases: weakref.WeakSet[LeaseBase] = weakref.WeakSet()
-        self._namespaces: weakref.WeakSet[NamespaceBase[Any]] = weakref.WeakSet()
+        self._namespaces: weakref.WeakSet[NamespaceBase] = weakref.WeakSet()
         self._connect()
 
     @property
@@ -83,7 +118,7 @@ class ClientBase:
     # --- for the shells ---
 
     def _attaching(self, seconds: float) -> Operation[bool]:
-        deadline = time.monotonic() + seconds
+        deadline = self.deadline(seconds)
         core = self.connection.core
         while not self.attached:
             if not (yield LinkChanged(core.link, deadline)):
@@ -94,6 +129,65 @@ class ClientBase:
         deadline = self.deadline(None)
         request = StatusRequest(id=self.next_id(), deadline_ns=wire(deadline))
         return (yield from self._ask(Call(request), deadline, StatusReply))  # needs no session
+
+    def _leases_of_all(self, limit: int) -> Operation[LeasesReply]:
+        deadline = self.deadline(None)
+        request = LeasesRequest(id=self.next_id(), deadline_ns=wire(deadline), limit=limit)
+        return (yield from self._ask(Call(checked(request)), deadline, LeasesReply))
+
+    def _pin(
+        self,
+        namespace: int,
+        tokens: TokenIds,
+        seconds: float,
+        owner: str | None,
+        extras: ExtraItems,
+        deadline: float,
+    ) -> Operation[PinResult]:
+        packed = pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        item = PinItem(namespace, count, seconds, owner or "", pack_extras(extras, 0, count))
+        session = yield from self.session(deadline)
+        request = PinRequest(
+            id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline), items=(item,)
+        )
+        reply = yield from self.request(session, checked(request), deadline, PinReply, packed)
+        return result_of(reply.results)
+
+    def _unpin(self, owner: str | None, pins: Sequence[int]) -> Operation[int]:
+        deadline = self.deadline(None)
+        session = yield from self.session(deadline)
+        request = UnpinRequest(
+            id=self.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            owner=owner or "",
+            pins=tuple(pins),
+        )
+        reply = yield from self.request(session, checked(request), deadline, UnpinReply)
+        return reply.num_pins
+
+    def _drop(
+        self, namespace: int, tokens: TokenIds, from_token: int, extras: ExtraItems, deadline: float
+    ) -> Operation[DropResult]:
+        packed = pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        block_size = 1 if from_token == 0 else (yield from self._block_size(namespace))
+        from_block = from_token // block_size
+        item = DropItem(namespace, count, from_block, pack_extras(extras, 0, count))
+        session = yield from self.session(deadline)
+        request = DropRequest(
+            id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline), items=(item,)
+        )
+        reply = yield from self.request(session, checked(request), deadline, DropReply, packed)
+        return result_of(reply.results)
+
+    def _block_size(self, namespace: int) -> Operation[int]:
+        status = yield from self._status()
+        for each in status.namespaces:
+            if each.namespace == namespace:
+                return each.block_size
+        raise UnknownNamespace(f"there is no namespace {namespace}")
 
     def _let_go(self) -> None:
         for lease in list(self._leases):
@@ -111,7 +205,7 @@ class ClientBase:
         return self._connection
 
     def deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self.timeout if timeout is None else timeout)
+        return time.monotonic() + (self.timeout if timeout is None else check_timeout(timeout))
 
     def session(self, deadline: float) -> Operation[Session]:
         """The session, waited for while it is on its way; raises DaemonUnavailable."""
@@ -135,22 +229,31 @@ class ClientBase:
         request: AnyRequest,
         deadline: float,
         kind: type[R],
-        tokens: bytes | None = None,
+        raw: bytes | None = None,
     ) -> Operation[R]:
         """Ask and wait for the answer; raises what the daemon answered, or DeadlineExceeded."""
+        return (yield from self._ask(self.call(session, request, raw), deadline, kind))
+
+    def call(self, session: Session, request: AnyRequest, raw: bytes | None = None) -> Call:
+        """A request of a session that is there, and not too large."""
         core = self.connection.core
         if core.session is not session:
             raise StaleEpoch("the session of this lease or namespace is over")
         if core.link is Link.DOWN:
             raise DaemonUnavailable(f"kvd on {self.endpoint} does not answer")
-        call = Call(request, tokens)
+        call = Call(request, raw)
         if (size := sum(map(len, call.frames))) > session.max_request_bytes:
             raise LimitExceeded(
                 f"a request of {size} bytes; kvd takes {session.max_request_bytes} at most"
             )
-        return (yield from self._ask(call, deadline, kind))
+        return call
 
     def _ask(self, call: Call, deadline: float, kind: type[R]) -> Operation[R]:
+        self.connection.send(call)
+        return (yield from self.answer(call, deadline, kind))
+
+    def answer(self, call: Call, deadline: float, kind: type[R]) -> Operation[R]:
+        """The answer to a call that was sent."""
         connection = self.connection
         started, heard = time.monotonic(), connection.core.num_received
         if not (yield Answered(call, deadline)):
@@ -174,17 +277,20 @@ class ClientBase:
     def post(self, session: Session, request: AnyRequest) -> None:
         """Send what needs no answer."""
         # A forked child has nothing of its parent's to end, and does not attach for it.
-        if os.getpid() == self._pid and self._connection.core.session is session:
+        if self.has(session):
             self._connection.post(Call(request))
+
+    def has(self, session: Session) -> bool:
+        """Whether this process has this session with the daemon."""
+        return os.getpid() == self._pid and self._connection.core.session is session
 
     def linger(self, lease: LeaseBase) -> None:
         """Release a lease when the last writable view of its pages is gone."""
         if os.getpid() == self._pid:
             self._connection.linger(lease)
 
-    def granted(self, lease: L) -> L:
+    def granted(self, lease: LeaseBase) -> None:
         self._leases.add(lease)
-        return lease
 
     def released(self, session: Session, lease_id: int) -> None:
         """End a lease; an answer is not waited for, since the next request comes behind it."""
@@ -196,92 +302,158 @@ class ClientBase:
 
     def _connect(self) -> None:
         self._pid = os.getpid()
-        self._connection = Connection(self.endpoint, self.name)
+        self._connection = Connection(self.endpoint, self.name, maps=self._maps)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
 
-class NamespaceBase(Generic[L]):
+class NamespaceBase:
     """The KV of one model for one client; made by its `open`."""
 
-    _lease_class: type[L]
-
-    def __init__(self, client: ClientBase, identity: Identity, layout: Layout, salt: str) -> None:
-        """Raises BadRequest for an identity or a layout that cannot be."""
+    def __init__(
+        self, client: ClientBase, identity: Identity, layout: Layout, salt: str, *, extras: bool
+    ) -> None:
+        """Raises BadRequest for what cannot be."""
+        # As it will be asked, so that what cannot be asked is refused here.
+        self._open = checked(
+            OpenRequest(id=NO_REPLY, identity=identity, layout=layout, salt=salt, extras=extras)
+        )
         check_identity(identity)
         check_layout(layout)
         self.identity = identity
         self.layout = layout
         self.salt = salt
+        self.extras = extras
         self._client = client
         self._binding: Binding | None = None
         client._namespaces.add(self)
-
-    def bind(self, session: Session, deadline: float) -> Operation[Binding]:
-        """The namespace as this session knows it, its arena mapped."""
-        if (bound := self._binding) is not None and bound.session is session:
-            return bound
-        request = OpenRequest(
-            id=self._client.next_id(),
-            epoch=session.epoch,
-            deadline_ns=wire(deadline),
-            trace=traceparent(),
-            identity=self.identity,
-            layout=self.layout,
-            salt=self.salt,
-        )
-        reply = yield from self._client.request(session, request, deadline, OpenReply)
-        try:
-            arena = MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
-        except OSError as error:  # a restart between the reply and here, or another file system
-            raise DaemonUnavailable(f"the arena cannot be mapped: {error}") from error
-        self._binding = Binding(session, reply.namespace, arena)
-        return self._binding
 
     def unbind(self) -> None:
         """Let go of the mapping; views of it that live keep it, and the session's lock with it."""
         self._binding = None
 
-    def _match(self, tokens: TokenIds, reserve_tokens: int, timeout: float | None) -> Operation[L]:
-        packed = pack_tokens(tokens)
-        deadline = self._client.deadline(timeout)
+    def _bound(self, deadline: float, use: Callable[[Binding], Operation[T]]) -> Operation[T]:
+        """Use the namespace as the present session knows it, its arena mapped."""
         while True:
             try:
                 session = yield from self._client.session(deadline)
-                binding = yield from self.bind(session, deadline)
-                return (yield from self._lease(binding, packed, reserve_tokens, deadline))
+                binding = yield from self._bind(session, deadline)
+                return (yield from use(binding))
             except (NotAttached, StaleEpoch, UnknownNamespace):
                 continue  # the daemon was restarted: the session, or its want, ends this loop
-            except (DaemonUnavailable, DeadlineExceeded):
-                return self._lease_class(self._client, self.layout)
 
-    def _lease(
-        self, binding: Binding, tokens: bytes, reserve_tokens: int, deadline: float
-    ) -> Operation[L]:
-        core, session = self._client.connection.core, binding.session
-        lease_id = core.next_lease_id()
-        num_pages = pages_for(reserve_tokens, self.layout)
-        item = MatchItem(
-            binding.namespace,
-            lease_id,
-            len(tokens) // TOKEN_BYTES,
-            reserve=num_pages,
-            ahead=ahead_of(num_pages),
-        )
-        request = MatchRequest(
-            id=core.next_id(),
+    def _bind(self, session: Session, deadline: float) -> Operation[Binding]:
+        if (bound := self._binding) is not None and bound.session is session:
+            return bound
+        request = msgspec.structs.replace(
+            self._open,
+            id=self._client.next_id(),
             epoch=session.epoch,
             deadline_ns=wire(deadline),
             trace=traceparent(),
-            items=(item,),
+            maps=session.lock is not None,
         )
-        core.living[lease_id] = None
-        try:
-            reply = yield from self._client.request(session, request, deadline, MatchReply, tokens)
-            result = result_of(reply.results)
-        except BaseException:
-            # The lease may have been granted, or be so later: end it, whatever became of it.
-            self._client.released(session, lease_id)
-            raise
-        return self._client.granted(
-            self._lease_class(self._client, self.layout, binding, lease_id, result)
+        reply = yield from self._client.request(session, request, deadline, OpenReply)
+        self._binding = Binding(session, reply.namespace, self._arena(session, reply))
+        return self._binding
+
+    def _arena(self, session: Session, reply: OpenReply) -> MappedArena | Mirror:
+        if session.lock is not None:
+            try:
+                return MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
+            except OSError as error:  # a restart between the reply and here, or no right to it
+                logger.warning("the arena cannot be mapped; blocks are copied instead: %s", error)
+        return Mirror(self.layout, reply.num_pages)
+
+    def _match(
+        self,
+        lease: LeaseBase,
+        tokens: TokenIds,
+        reserve_tokens: int,
+        exact_tail: bool,
+        extras: ExtraItems,
+        timeout: float | None,
+    ) -> Operation[None]:
+        """Have a lease, which is a miss so far, stand for the longest cached prefix of tokens.
+
+        What cannot be is refused at once, before the operation begins.
+        """
+        packed = pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        packed_extras = pack_extras(extras, 0, count)
+        num_pages = pages_for(reserve_tokens, self.layout)
+        deadline = self._client.deadline(timeout)
+
+        def use(binding: Binding) -> Operation[None]:
+            def request(lease_id: int) -> MatchRequest:
+                item = MatchItem(
+                    binding.namespace,
+                    lease_id,
+                    count,
+                    reserve=num_pages,
+                    # The rows of a tail need a page of the lease's own.
+                    ahead=ahead_of(num_pages or int(exact_tail)),
+                    exact_tail=exact_tail,
+                    extras=packed_extras,
+                )
+                return MatchRequest(
+                    id=self._client.next_id(),
+                    epoch=binding.session.epoch,
+                    deadline_ns=wire(deadline),
+                    trace=traceparent(),
+                    items=(item,),
+                )
+
+            return lease.begin(binding, request, deadline, packed)
+
+        return self._unless_away(self._bound(deadline, use))
+
+    def _unless_away(self, operation: Operation[None]) -> Operation[None]:
+        with contextlib.suppress(DaemonUnavailable, DeadlineExceeded):
+            yield from operation
+
+    def _pin(
+        self,
+        tokens: TokenIds,
+        seconds: float,
+        owner: str | None,
+        extras: ExtraItems,
+        timeout: float | None,
+    ) -> Operation[PinResult]:
+        deadline = self._client.deadline(timeout)
+        return (
+            yield from self._bound(
+                deadline,
+                lambda bound: self._client._pin(
+                    bound.namespace, tokens, seconds, owner, extras, deadline
+                ),
+            )
         )
+
+    def _drop(
+        self, tokens: TokenIds, from_token: int, extras: ExtraItems, timeout: float | None
+    ) -> Operation[DropResult]:
+        deadline = self._client.deadline(timeout)
+        return (
+            yield from self._bound(
+                deadline,
+                lambda bound: self._client._drop(
+                    bound.namespace, tokens, from_token, extras, deadline
+                ),
+            )
+        )
+
+
+def check_timeout(timeout: float) -> float:
+    """Refuse what is no number of seconds (BadRequest); a negative one is over already."""
+    if not isinstance(timeout, int | float) or not -MAX_SECONDS <= timeout <= MAX_SECONDS:
+        raise BadRequest(f"{timeout!r} is no number of seconds up to {MAX_SECONDS:.0f}")
+    return timeout
+
+
+def checked(request: Q) -> Q:
+    """A request as the daemon will read it; raises BadRequest where it could not."""
+    try:
+        decode_request(encode(request))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"{type(request).__name__}: {error}") from error
+    return request

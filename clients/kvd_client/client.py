@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvd_client.base import ClientBase, NamespaceBase
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import StatusReply
+    from kvd.protocol.messages import DropResult, LeasesReply, PinResult, StatusReply
+    from kvd_client.base import ExtraItems
 
 T = TypeVar("T")
 
@@ -35,13 +37,50 @@ class Client(ClientBase):
         """Wait until the daemon answers, for so many seconds at most."""
         return self.run(self._attaching(seconds))
 
-    def open(self, identity: Identity, layout: Layout, salt: str = "") -> Namespace:
-        """The namespace of a model's KV. It is bound to the daemon at each first use."""
-        return Namespace(self, identity, layout, salt)
+    def open(
+        self, identity: Identity, layout: Layout, salt: str = "", *, extras: bool = False
+    ) -> Namespace:
+        """The namespace of a model's KV. It is bound to the daemon at each first use.
+
+        With `extras`, positions are told apart by more than their tokens: see `Namespace.match`.
+        Raises BadRequest.
+        """
+        return Namespace(self, identity, layout, salt, extras=extras)
 
     def status(self) -> StatusReply:
         """How the daemon stands. Raises DaemonUnavailable or DeadlineExceeded."""
         return self.run(self._status())
+
+    def leases(self, limit: int = 1000) -> LeasesReply:
+        """Who holds what: leases and pins, the oldest of each. Raises as `status`."""
+        return self.run(self._leases_of_all(limit))
+
+    def pin(
+        self,
+        namespace: int,
+        tokens: TokenIds,
+        seconds: float,
+        *,
+        owner: str | None = None,
+        extras: ExtraItems = (),
+    ) -> PinResult:
+        """As `Namespace.pin`, for a namespace that is known by its number."""
+        return self.run(self._pin(namespace, tokens, seconds, owner, extras, self.deadline(None)))
+
+    def unpin(self, *, owner: str | None = None, pins: Sequence[int] = ()) -> int:
+        """End the owner's pins, those with these numbers or all; how many there were."""
+        return self.run(self._unpin(owner, pins))
+
+    def drop(
+        self,
+        namespace: int,
+        tokens: TokenIds = (),
+        *,
+        from_token: int = 0,
+        extras: ExtraItems = (),
+    ) -> DropResult:
+        """As `Namespace.drop`, for a namespace that is known by its number."""
+        return self.run(self._drop(namespace, tokens, from_token, extras, self.deadline(None)))
 
     def close(self) -> None:
         """Detach. Leases that are still open end; their pages are freed when no view is left.
@@ -68,7 +107,7 @@ class Client(ClientBase):
 
     def _wait(self, wish: Answered | LinkChanged) -> bool:
         if isinstance(wish, Answered):
-            return self.connection.ask(wish.call, wish.deadline)
+            return self.connection.wait(wish.call, wish.deadline)
         return self.connection.await_link(wish.seen, wish.deadline)
 
 
@@ -84,22 +123,48 @@ class Lease(LeaseBase):
         """
         self._client.run(self._reserve(num_tokens, timeout))
 
-    def commit(self, tokens: TokenIds, *, timeout: float | None = None) -> int:
+    def commit(
+        self, tokens: TokenIds, *, extras: ExtraItems = (), timeout: float | None = None
+    ) -> int:
         """Make the next blocks matchable; how many tokens of the sequence are committed now.
 
         `tokens` are those that follow `num_committed`; the full blocks among them, every row of
         which must have been written, are committed and never written again. A block that somebody
         else committed meanwhile stays, and its page stands in `pages` from then on; views of this
-        lease's own copy stay good until the lease ends. Raises PagesInUse, LeaseEnded,
-        DaemonUnavailable, DeadlineExceeded; after the last, commit again.
+        lease's own copy stay good until the lease ends. `extras` as in `Namespace.match`, with
+        positions in the sequence. Raises PagesInUse, LeaseEnded, DaemonUnavailable,
+        DeadlineExceeded; after the last, commit again. Raises Dropped where blocks before these
+        were dropped: what is written stays this lease's alone.
         """
-        return self._client.run(self._commit(tokens, timeout))
+        return self._client.run(self._commit(tokens, extras, timeout))
+
+    def fork(self, *, reserve_tokens: int = 0, timeout: float | None = None) -> Self:
+        """Another lease of the committed blocks, with pages behind them for so many tokens more.
+
+        Rows of a block that is not full are copied by `copy_rows`. Raises LeaseEnded,
+        DaemonUnavailable, DeadlineExceeded.
+        """
+        fork = type(self)(self._namespace)
+        self._client.run(self._fork(fork, reserve_tokens, timeout))
+        return fork
+
+    def replace(
+        self,
+        tokens: TokenIds,
+        *,
+        reserve_tokens: int = 0,
+        exact_tail: bool = False,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Release what this lease stands for, and match anew. Raises PagesInUse, and as `match`."""
+        match = self._namespace._match(self, tokens, reserve_tokens, exact_tail, extras, timeout)
+        self._client.run(self._replace(match))
 
 
-class Namespace(NamespaceBase[Lease]):
+class Namespace(NamespaceBase):
     """The KV of one model for one client; made by `Client.open`."""
 
-    _lease_class = Lease
     _client: Client
 
     @property
@@ -107,12 +172,58 @@ class Namespace(NamespaceBase[Lease]):
         return self._client
 
     def match(
-        self, tokens: TokenIds, *, reserve_tokens: int = 0, timeout: float | None = None
+        self,
+        tokens: TokenIds,
+        *,
+        reserve_tokens: int = 0,
+        exact_tail: bool = False,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
     ) -> Lease:
         """Lease the longest cached prefix of `tokens`, with pages for `reserve_tokens` tokens more.
 
         An engine computes at least one token itself, so it matches `prompt[:-1]`. Pages that could
         not be had are said in the lease's `shortage`. Without a daemon the lease is a miss, whose
-        `is_open` is False. Raises BadRequest, LimitExceeded.
+        `is_open` is False.
+
+        With `exact_tail` the match is exact to the token: rows of a block that agrees only in its
+        first tokens are copied into a page of the lease's own, and `num_tokens` counts them, while
+        `num_committed` is of whole blocks. `extras` are `(position, 32 bytes)`, what else
+        identifies a position (a digest of the image there), for namespaces opened with them.
+        Raises BadRequest, LimitExceeded.
         """
-        return self._client.run(self._match(tokens, reserve_tokens, timeout))
+        lease = Lease(self)
+        self._client.run(self._match(lease, tokens, reserve_tokens, exact_tail, extras, timeout))
+        return lease
+
+    def pin(
+        self,
+        tokens: TokenIds,
+        seconds: float,
+        *,
+        owner: str | None = None,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> PinResult:
+        """Keep the resident prefix of these tokens for so long, whatever else goes.
+
+        The pin belongs to `owner`, which is the client's name if not given, and outlives the
+        client; the same owner's pin of the same tokens is renewed. Raises LimitExceeded,
+        DaemonUnavailable, DeadlineExceeded.
+        """
+        return self._client.run(self._pin(tokens, seconds, owner, extras, timeout))
+
+    def drop(
+        self,
+        tokens: TokenIds = (),
+        *,
+        from_token: int = 0,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> DropResult:
+        """Remove the blocks of these tokens from `from_token` on, and all that follows them.
+
+        Without tokens, all of the namespace. Leases keep what they have to themselves; what was
+        computed before is not committed after. Raises DaemonUnavailable, DeadlineExceeded.
+        """
+        return self._client.run(self._drop(tokens, from_token, extras, timeout))

@@ -58,15 +58,16 @@ _propagator = TraceContextTextMapPropagator()
 class Session:
     """One attachment. Its leases hold while `header` still shows its epoch and their generations.
 
-    `lock` tells the daemon that this process may map; every mapping holds it as well.
+    `lock` tells the daemon that this process may map; every mapping holds it as well. A session
+    that does not map has neither.
     """
 
     name: str
     epoch: int
     heartbeat_seconds: float
     max_request_bytes: int
-    header: SharedHeader
-    lock: SessionLock
+    header: SharedHeader | None
+    lock: SessionLock | None
 
 
 class Link(Enum):
@@ -114,7 +115,7 @@ def _nobody_waits() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Until the call is answered, which is sent now."""
+    """Until the call, which was sent, is answered."""
 
     call: Call
     deadline: float
@@ -136,7 +137,7 @@ Operation: TypeAlias = Generator[Answered | LinkChanged, bool, T]
 class Core:
     """One client's side of the protocol."""
 
-    def __init__(self, name: str, on_link: Callable[[Link], None]) -> None:
+    def __init__(self, name: str, on_link: Callable[[Link], None], *, maps: bool = True) -> None:
         """`on_link` is told each change of the link, in the thread that made it."""
         self.link = Link.ATTACHING
         self.session: Session | None = None
@@ -146,6 +147,7 @@ class Core:
         self.living: dict[int, None] = {}
         self.num_received = 0
         self._name = name
+        self._maps = maps
         self._on_link = on_link
         self._previous = ""
         self._pending: dict[int, Call] = {}
@@ -217,7 +219,7 @@ class Core:
         if is_probe := reply.id == self._probe:
             self._probe = 0
         if isinstance(reply, AttachReply):
-            error = self._attached(reply)
+            self._attached(reply)
         elif self.session is None:
             if is_probe and error is not None and not isinstance(error, NotAttached | StaleEpoch):
                 self._refused(error)
@@ -238,22 +240,26 @@ class Core:
             self.link = link
             self._on_link(link)
 
-    def _attached(self, reply: AttachReply) -> KvdError | None:
-        try:
-            self.session = Session(
-                reply.session,
-                reply.epoch,
-                reply.heartbeat_seconds,
-                reply.max_request_bytes,
-                map_header(reply.header_path),
-                SessionLock(reply.lock_path),
-            )
-        except (OSError, KvdError) as error:
-            self._refused(KvdError(f"its memory cannot be mapped: {error}"))
-            return self.refusal
+    def _attached(self, reply: AttachReply) -> None:
+        header, lock = self._map(reply) if self._maps else (None, None)
+        self.session = Session(
+            reply.session,
+            reply.epoch,
+            reply.heartbeat_seconds,
+            reply.max_request_bytes,
+            header,
+            lock,
+        )
         self.refusal = None
         self.set_link(Link.ATTACHED)
-        return None
+
+    def _map(self, reply: AttachReply) -> tuple[SharedHeader, SessionLock] | tuple[None, None]:
+        """Nothing where it cannot be mapped: from within another container, say."""
+        try:
+            return map_header(reply.header_path), SessionLock(reply.lock_path)
+        except (OSError, KvdError) as error:
+            logger.warning("kvd's memory cannot be mapped; blocks are copied instead: %s", error)
+            return None, None
 
     def _refused(self, error: KvdError) -> None:
         if self.refusal is None:

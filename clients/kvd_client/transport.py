@@ -86,9 +86,9 @@ class Connection:
     and `close` do not wait for it.
     """
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(self, endpoint: str, name: str, *, maps: bool) -> None:
         socket_path(endpoint)
-        self.core = Core(name, self._link_changed)
+        self.core = Core(name, self._link_changed, maps=maps)
         self._mutex = threading.Lock()
         self._role = threading.Lock()
         self._outbox: deque[Call] = deque()
@@ -119,14 +119,13 @@ class Connection:
 
     # --- for threads ---
 
-    def ask(self, call: Call, deadline: float) -> bool:
-        """Send a call and wait for its answer; whether it came before the deadline."""
+    def wait(self, call: Call, deadline: float) -> bool:
+        """Wait for the answer to a call that was sent; whether it came before the deadline."""
         waiter = self._waiter()
         call.wake = waiter.wake
         try:
             with self._mutex:
                 self._waiting[call.id] = waiter
-                self._send(call)
             while not call.is_answered and (left := deadline - time.monotonic()) > 0:
                 self._wait(waiter, left)
         finally:
@@ -149,11 +148,6 @@ class Connection:
 
     # --- for event loops ---
 
-    def send(self, call: Call) -> None:
-        """Send a call; `call.wake` is told of its answer. Raises DaemonUnavailable when closed."""
-        with self._mutex:
-            self._send(call)
-
     def withdraw(self, call: Call) -> None:
         """Nobody waits for this call any more, sent or not."""
         with self._mutex:
@@ -174,6 +168,11 @@ class Connection:
             self._watching.discard(wake)
 
     # --- for all ---
+
+    def send(self, call: Call) -> None:
+        """Send a call, whose `wake` is told of the answer. Raises DaemonUnavailable when closed."""
+        with self._mutex:
+            self._send(call)
 
     def post(self, call: Call) -> None:
         """Send what needs no answer, behind all that was sent before."""
@@ -336,7 +335,8 @@ class Connection:
     def _finish(self) -> None:
         if (session := self.core.session) is not None and self.core.link is Link.ATTACHED:
             detach = Call(DetachRequest(id=self.core.next_id(), epoch=session.epoch))
-            self.ask(detach, time.monotonic() + DETACH_SECONDS)
+            self.send(detach)
+            self.wait(detach, time.monotonic() + DETACH_SECONDS)
         with self._mutex:
             self._closed = True
             self.core.closed()

@@ -183,7 +183,9 @@ def test_a_refusal_to_attach_is_kept_until_it_attaches(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("missing", ["header", "session"])
-def test_memory_that_cannot_be_mapped_is_a_refusal(daemon: Daemon, missing: str) -> None:
+def test_a_session_whose_memory_cannot_be_mapped_does_not_map(
+    daemon: Daemon, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
     request = daemon.probe()
     here = daemon.directory
     reply = AttachReply(
@@ -197,8 +199,10 @@ def test_memory_that_cannot_be_mapped_is_a_refusal(daemon: Daemon, missing: str)
         lock_path=str(here / "nowhere"),
     )
     daemon.reply(reply)
-    assert (daemon.core.link, daemon.core.session) == (Link.DOWN, None)
-    assert "nowhere" in str(daemon.core.refusal)
+    session = daemon.core.session
+    assert session is not None
+    assert (session.header, session.lock) == (None, None)
+    assert caplog.text.count("nowhere") == 1
 
 
 def test_a_lost_connection_ends_every_call_under_way(daemon: Daemon) -> None:
