@@ -31,8 +31,7 @@ from tests.e2e.support import (
 )
 
 if TYPE_CHECKING:
-    from kvd_client.client import Namespace
-    from kvd_client.lease import Lease
+    from kvd_client.client import Lease, Namespace
     from tests.arena.conftest import Child
 
 TOKENS = tokens_of(1, 16)
@@ -103,7 +102,7 @@ def test_reserve_gives_what_is_missing_and_keeps_what_there_is(lease: Lease) -> 
 
 def test_reserve_of_less_than_there_is_does_nothing(lease: Lease) -> None:
     before = lease.pages.tolist()
-    for num_tokens in (0, -5, 1, 64):
+    for num_tokens in (0, 1, 64):
         lease.reserve(num_tokens)
     assert lease.pages.tolist() == before
 
@@ -233,7 +232,8 @@ def test_tensors_show_the_same_bytes_as_arrays(lease: Lease) -> None:
 def test_bfloat16_is_bits_in_numpy_and_itself_in_torch() -> None:
     torch = pytest.importorskip("torch")
     layout = Layout(1, 1, 16, "bfloat16", block_size=4)
-    with running_daemon(settings()) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
+    document = settings(1024)  # its pages are small, and their table is not
+    with running_daemon(document) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
         lease = client.open(IDENTITY, layout).match([], reserve_tokens=4)
         check_bfloat16(torch, lease)
 
