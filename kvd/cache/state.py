@@ -295,7 +295,7 @@ class CacheState:
         plan: Plan = []
         if not self.memory.make_room(space, needed, plan):
             shortage = self.memory.shortage(space, needed)
-            return Short(shortage, self._is_hopeless(lease, needed), plan)
+            return Short(shortage, not plan and self._is_hopeless(lease, needed), plan)
         count = needed + self.memory.spare(space, needed, ahead, plan)
         self.memory.make_groups(space, count, plan)
         pages = space.arena.pool.take(count)
