@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from demo import models, recall
 from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, Client, KvdError, Lease, LeaseEnded, Namespace, Unsupported
-from kvd_infer import hf
+from kvd_infer import rows
 from kvd_infer.hf import Generation, KvdCache, generate, identity_of, layout_of
 from tests.infer.conftest import (
     PATIENCE_SECONDS,
@@ -48,7 +48,7 @@ STEPS = 24
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine too, pages that are there are waited for."""
-    monkeypatch.setattr(hf, "RESERVE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(rows, "RESERVE_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture(autouse=True)
@@ -382,7 +382,7 @@ def test_too_few_pages_change_no_token(
     num_tokens: int,
 ) -> None:
     """Pages for 1024 tokens: too few for the prompt, for what is generated, for anything."""
-    monkeypatch.setattr(hf, "RESERVE_SECONDS", 0.1)
+    monkeypatch.setattr(rows, "RESERVE_SECONDS", 0.1)
     layout = layout_of(model)
     settings = {
         "tiers": [{"type": "host", "capacity_bytes": 64 * layout.page_bytes}],
