@@ -40,12 +40,14 @@ logger = logging.getLogger(__name__)
 # A generation whose lease ended is done again; the last time in private memory.
 MAX_ATTEMPTS = 4
 
+_ONLY_IDS = "kvd knows prompts by their token ids alone: leave it out"
 _ITS_OWN_CACHE = "`generate` makes the cache itself: for another one call model.generate"
 
 # What model.generate takes and this one cannot, and what to do about it.
 _REFUSED = {
     "inputs": "give the prompt as input_ids",
-    "inputs_embeds": "kvd knows prompts by their token ids: leave inputs_embeds out",
+    "inputs_embeds": _ONLY_IDS,
+    "token_type_ids": _ONLY_IDS,
     "cache": _ITS_OWN_CACHE,
     "past_key_values": _ITS_OWN_CACHE,
     "cache_implementation": _ITS_OWN_CACHE,

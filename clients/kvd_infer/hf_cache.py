@@ -35,8 +35,9 @@ class KvdCache(Cache):
     `generate` and the tokens that follow `get_seq_length()` to the model. Only under no_grad, for
     one sequence, without padding. Close it, or use it in a `with`.
 
-    The KV is the caller's word: a pass over other ids than the prompt's, over embeddings, or with
-    hooks that change what the layers compute is committed as the prompt's all the same.
+    The KV is the caller's word: a pass over other ids than the prompt's, over embeddings or token
+    types, or with hooks that change what the layers compute is committed as the prompt's all the
+    same.
     """
 
     def __init__(self, namespace: Namespace | None, model: PreTrainedModel, input_ids: Tensor):
@@ -123,11 +124,12 @@ class KvdCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens: -n are n of them, and n all but the first n.
+        """Forget the last n tokens, for -n; for a positive n, all but the first n.
 
-        The ids of what follows are the caller's from there on: where that is the prompt, its
-        blocks are committed by `commit` alone. Raises LeaseEnded as a forward pass does.
+        What follows may be anything: of the prompt too, blocks behind the crop are committed by
+        `commit` alone. Raises LeaseEnded as a forward pass does.
         """
+        self._check_open()
         self._drop_pass()
         length = self._rows.length
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
@@ -139,6 +141,7 @@ class KvdCache(Cache):
 
         It does so in its first pass, whatever the cache has, and with candidates behind the prompt.
         """
+        self._check_open()
         self._drop_pass()
         self._rows.begin_anew()
         self._takes_candidates = True
@@ -198,11 +201,14 @@ class KvdCache(Cache):
         """Whether these are the very keys that the last `update` returned."""
         return self._pass is not None and self._pass.keys is keys
 
-    def _begin(self, num_tokens: int) -> _Pass:
-        start, known = self._rows.length, self._rows.num_known
-        stop = start + num_tokens
+    def _check_open(self) -> None:
         if self._is_closed:
             raise BadRequest("the cache is closed: make a new one for each prompt")
+
+    def _begin(self, num_tokens: int) -> _Pass:
+        self._check_open()
+        start, known = self._rows.length, self._rows.num_known
+        stop = start + num_tokens
         if start < known < stop and not self._takes_candidates:
             raise Unsupported(
                 f"got tokens {start} to {stop} for a prompt of {known}: make the cache for the "

@@ -470,6 +470,7 @@ def test_restart_draws_no_other_sample_and_streams_no_token_twice(
         ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache"),
         ({"inputs": torch.arange(4)[None]}, "input_ids"),
         ({"inputs_embeds": torch.zeros(1, 4, 64)}, "token ids"),
+        ({"token_type_ids": torch.zeros(1, 4)}, "token ids"),
         ({"cache": None}, "makes the cache itself"),
         ({"past_key_values": None}, "makes the cache itself"),
         ({"cache_implementation": "static"}, "makes the cache itself"),

@@ -14,6 +14,7 @@ from kvd_client import BadRequest, LeaseEnded, Unsupported
 from kvd_infer.hf import KvdCache, identity_of, layout_of
 from tests.infer.conftest import OpenFor, as_kwargs, attached, plain_logits, tolerance_of
 from tests.infer.runs import (
+    STEPS,
     At,
     assert_greedy,
     difference,
@@ -63,6 +64,20 @@ def test_cropped_cache_goes_on_as_a_plain_one(
         assert difference(warm, plain_logits(plain, each, reused)) <= tolerance
 
 
+def test_generation_goes_on_behind_a_crop(
+    model: LlamaForCausalLM, plain: LlamaForCausalLM, open_for: OpenFor
+) -> None:
+    ids = prompt(50)
+    changed = torch.cat([ids[:, :20], prompt(30, seed=1)], 1)
+    arguments = {"max_new_tokens": STEPS, "do_sample": False}
+    with KvdCache(open_for(model), model, ids) as cache:
+        cache.commit(model.generate(ids, **cache.as_kwargs(), **arguments))
+        cache.crop(20)
+        output = model.generate(changed, **cache.as_kwargs(), **arguments)
+        assert cache.commit(output) == 64
+    assert_greedy(plain, output, 50)
+
+
 def test_crop_takes_a_length_too(model: LlamaForCausalLM) -> None:
     with KvdCache(None, model, prompt(50)) as cache, torch.no_grad():
         model(prompt(50), **cache.as_kwargs())
@@ -98,8 +113,9 @@ def test_closed_cache_holds_nothing(model: LlamaForCausalLM, open_for: OpenFor) 
     cache.close()
     cache.close()
     assert num_leases(namespace) == 0
-    with pytest.raises(BadRequest, match="closed"), torch.no_grad():
-        model(prompt(40), **cache.as_kwargs())
+    for use in (lambda: model(prompt(40), **cache.as_kwargs()), lambda: cache.crop(-20)):
+        with pytest.raises(BadRequest, match="closed"), torch.no_grad():
+            use()
 
 
 def test_forward_that_fails_leaves_nothing_behind(
