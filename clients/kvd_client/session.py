@@ -62,12 +62,17 @@ class Session:
     that does not map has neither.
     """
 
-    name: str
+    secret: str
     epoch: int
     heartbeat_seconds: float
     max_request_bytes: int
     header: SharedHeader | None
     lock: SessionLock | None
+
+    @property
+    def name(self) -> str:
+        """As others know it, from the daemon's status."""
+        return self.secret.partition("-")[0]
 
 
 class Link(Enum):
@@ -270,7 +275,7 @@ class Core:
     def _lost(self) -> None:
         """The daemon does not know the session: every lease of it is void."""
         assert self.session is not None
-        self._previous = self.session.name
+        self._previous = self.session.secret
         self.session = None
         self.living.clear()
         self.set_link(Link.ATTACHING)

@@ -206,9 +206,8 @@ class Verbs:
             return result
         try:
             runs = self._manager.reserve_now(lease, 0, item.reserve, item.ahead)
-        except LimitExceeded:
-            self._manager.release(lease.session, [lease.id])
-            raise
+        except OutOfPages as error:
+            return replace(result, shortage=Shortage(**error.details))
         if runs is None:
             return _Wait(lease, 0, item.reserve, item.ahead, result)
         return replace(result, reserved=runs)

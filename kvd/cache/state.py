@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
+from msgspec.structs import asdict, replace
 
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import Pages, runs_of
@@ -40,7 +41,7 @@ from kvd.cache.plan import Dropped as DroppedStep
 from kvd.cache.policy import Lru
 from kvd.cache.radix import Found, Tree
 from kvd.cache.rows import row_bytes, tokens_of
-from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded
+from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
 from kvd.protocol.messages import Tail
 
 if TYPE_CHECKING:
@@ -309,14 +310,17 @@ class CacheState:
         return Granted(lease.granted[start:], plan)
 
     def _num_reservable(self, lease: Lease, needed: int) -> int:
-        """How many pages the lease's session may still reserve, at least those needed."""
+        """How many pages the lease's session may still reserve; raises OutOfPages for too few."""
+        page_bytes = lease.namespace.arena.layout.page_bytes
         most = int(self.limits.session_reserved_fraction * self.memory.capacity_bytes)
         reserved = self._reserved_bytes[lease.session]
-        count = (most - reserved) // lease.namespace.arena.layout.page_bytes
+        count = (most - reserved) // page_bytes
         if needed > count:
-            raise LimitExceeded(
+            shortage = self.memory.shortage(lease.namespace, needed)
+            raise OutOfPages(
                 f"a session may hold {most} bytes of uncommitted pages, and has {reserved}: "
-                "commit or release some"
+                "commit or release some",
+                **asdict(replace(shortage, max_pages=most // page_bytes)),
             )
         return count
 

@@ -341,8 +341,8 @@ class OpenReply(Reply, frozen=True, tag="open"):
 class Shortage(Struct, frozen=True, omit_defaults=True):
     """Why pages could not be had: how the pages of the arena stand, and who holds most of them.
 
-    `max_pages` is what the namespace may have at most, where it has a quota; `holders` are clients
-    with the pages that their leases hold.
+    `max_pages` is what the namespace may have by its quota, or the session without committing,
+    where that is what falls short; `holders` are sessions with the pages that their leases hold.
     """
 
     num_wanted: int

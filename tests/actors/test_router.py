@@ -600,7 +600,7 @@ def test_more_pages_than_there_are_are_refused_at_once_and_hold_nobody_up(
 
 def test_a_reserve_beyond_all_sense_is_refused(wire: Wire) -> None:
     wire.matched(1, TOKENS)
-    failed(wire.reserve(1, 0, (1 << 63) - 1, ahead=(1 << 63) - 1), "limit_exceeded")
+    failed(wire.reserve(1, 0, (1 << 63) - 1, ahead=(1 << 63) - 1), "out_of_pages")
     assert len(numbers(wire.reserved(1, 0, 4, ahead=(1 << 63) - 1))) <= 128
     wire.release(1)
 

@@ -19,7 +19,7 @@ from kvd.cache.memory import NO_QUOTA, Namespace, Quota
 from kvd.cache.rows import rows_of
 from kvd.cache.state import CacheState
 from kvd.config import CacheConfig, LimitConfig
-from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded
+from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
@@ -38,7 +38,13 @@ NUM_PAGES = {SMALL: 48, PAIRS: 32, FOURS: 32}
 EXTENT = 16
 IMAGE = bytes([1]) * 32
 
-ERRORS = {"ended": LeaseEnded, "limit": LimitExceeded, "bad": BadRequest, "dropped": Dropped}
+ERRORS = {
+    "ended": LeaseEnded,
+    "limit": LimitExceeded,
+    "bad": BadRequest,
+    "dropped": Dropped,
+    "pages": OutOfPages,
+}
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class CacheAndModel(Machine):
             return True
         count = stop - have
         if count > self.model.num_reservable(lease.session, lease.namespace.id):
-            with pytest.raises(ERRORS["limit"]):
+            with pytest.raises(ERRORS["pages"]):
                 self.state.reserve(lease, start, stop, ahead)
             return False
         at_least = count + self.num_certain(lease, count, ahead)

@@ -25,7 +25,7 @@ from kvd.cache.plan import (
 from kvd.cache.plan import Dropped as DroppedStep
 from kvd.cache.rows import EXTRA_BYTES, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
-from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded
+from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded, OutOfPages
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run, Tail
 from tests.cache.conftest import EXTENT, FOURS, LAYOUT, Cache, committed, freed, kinds, packed
@@ -458,7 +458,7 @@ def test_a_session_has_a_bound_of_uncommitted_pages() -> None:
     cache = Cache(session_reserved_fraction=0.5)
     lease = cache.match("abcd")
     pages = cache.reserve(lease, 6)
-    with pytest.raises(LimitExceeded, match="commit or release"):
+    with pytest.raises(OutOfPages, match="commit or release"):
         cache.state.reserve(cache.match("x"), 0, 3)
     cache.reserve(cache.match("y", session=2), 3)
     cache.commit(lease, "abcd", pages[:4])
