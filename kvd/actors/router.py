@@ -89,6 +89,8 @@ _Work: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ..
 
 # After so many messages other callbacks have their turn.
 DRAIN_BATCH = 256
+# So many requests of one connection wait here; more wait where they are sent.
+QUEUED_REQUESTS = 16
 
 
 class Router:
@@ -162,6 +164,7 @@ class Router:
             raise ConfigError(f"{path} is there and is no socket: choose another endpoint")
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._config.limits.request_bytes)
         try:
             self._socket.bind(f"ipc://{path}")
