@@ -18,11 +18,12 @@ from kvd.protocol.messages import (
     MatchItem,
     MatchRequest,
     OpenRequest,
+    Run,
     StatusRequest,
 )
 from kvd.testing.daemons import running_daemon
 from kvd_client import OutOfPages
-from tests.actors.wire import Wire, failed, packed
+from tests.actors.wire import Wire, failed, packed, refused
 from tests.e2e.support import (
     BLOCK,
     EXTENT_PAGES,
@@ -140,7 +141,32 @@ def test_who_sends_without_end_has_to_wait(
                 break
 
 
+# --- one request that is too much ---
+
+
+@pytest.mark.xfail(strict=True, reason="the leases of a heartbeat are not counted yet")
+def test_a_heartbeat_names_no_more_leases_than_there_may_be(flood: Wire) -> None:
+    request = HeartbeatRequest(**flood.envelope(), leases=(1,) * 500_000)
+    refused(flood.ask(request), "limit_exceeded")
+
+
+@pytest.mark.xfail(strict=True, reason="runs are not counted yet")
+def test_a_commit_names_no_more_runs_than_it_has_blocks(flood: Wire) -> None:
+    flood.matched(1, TOKENS)
+    failed(flood.commit(1, 0, (Run(0, 0),) * 100_000, []), "bad_request")
+
+
 # --- sessions without end ---
+
+
+@pytest.mark.xfail(strict=True, reason="status tells everybody the names of all sessions")
+def test_nobody_ends_the_session_of_another(
+    flood: Wire, client: Client, namespace: Namespace
+) -> None:
+    (name,) = [one.session for one in client.status().sessions if one.client == client.name]
+    with namespace.match(TOKENS) as lease:
+        flood.attach(previous=name)
+        lease.check()
 
 
 def test_who_attaches_again_and_again_has_one_session(
