@@ -18,6 +18,8 @@ from kvd.protocol.messages import (
     MatchItem,
     MatchRequest,
     OpenRequest,
+    ReserveItem,
+    ReserveRequest,
     Run,
     StatusRequest,
 )
@@ -139,6 +141,18 @@ def test_who_sends_without_end_has_to_wait(
             assert is_served(namespace)
             if num_refused > 100:
                 break
+
+
+@pytest.mark.xfail(strict=True, reason="reserves that wait are not bounded yet")
+def test_few_reserves_of_one_client_wait(flood: Wire, client: Client, namespace: Namespace) -> None:
+    flood.matched(1, TOKENS)
+    flood.reserved(1, 0, NUM_PAGES - 100)
+    flood.matched(2, TOKENS)
+    for _ in range(1000):
+        items = (ReserveItem(2, 0, NUM_PAGES - 50),)
+        flood.send(encode(ReserveRequest(**flood.envelope(), items=items)))
+    assert is_served(namespace)
+    assert counted(client, "errors_limit_exceeded") > 0
 
 
 # --- one request that is too much ---
