@@ -67,6 +67,8 @@ EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 # After so long other callbacks have their turn: a few busy clients keep the socket from ever being
 # empty, and what is given, waited for or swept would come to nothing.
 DRAIN_SECONDS = 0.002
+# So many requests of one connection wait here; more wait where they are sent.
+QUEUED_REQUESTS = 16
 
 
 class Router:
@@ -148,6 +150,7 @@ class Router:
             raise ConfigError(f"{path} is there and is no socket: choose another endpoint")
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._config.limits.request_bytes)
         try:
             self._socket.bind(f"ipc://{path}")

@@ -71,6 +71,7 @@ class Wire:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.RCVHWM, 10)
+        self._socket.setsockopt(zmq.SNDHWM, 100)
         self._socket.connect(endpoint)
         self.epoch = 0
         self.session = ""
@@ -96,6 +97,13 @@ class Wire:
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
+
+    def offer(self, *frames: bytes) -> bool:
+        """Send, unless so much lies there already that it would have to wait."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            return True
+        return False
 
     def receive_frame(self) -> bytes:
         assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"

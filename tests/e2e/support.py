@@ -120,3 +120,10 @@ def held(client: Client) -> dict[str, int]:
 
 def pages_in(client: Client, state: str) -> int:
     return pages(client).get(state, 0)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is its own, not shared."""
+    with open(f"/proc/{pid}/status") as file:
+        (line,) = [line for line in file if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10

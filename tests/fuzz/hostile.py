@@ -16,6 +16,7 @@ from msgspec import inspect
 from msgspec.msgpack import encode as pack
 
 from kvd.protocol.messages import Run
+from tests.e2e.support import BLOCK
 from tests.protocol.samples import REPLIES, REQUESTS
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ NEITHER: list[Any] = [
     {},
     {"": 0},
 ]
-MANY = [2, 40, 1000, 5000]
+MANY = [2, 40, 1000, 20_000]
 MAX_TOKENS = 100_000
 DEPTH = 100
 WORST_FRAMES = [b"", b"\xc0", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\x81" * 1000]
@@ -103,7 +104,7 @@ class Hostile:
             if field.required or self._is_likely(field.encode_name)
         }
         if {"pages", "num_tokens"} <= values.keys() and self.rng.random() < 0.8:
-            values["num_tokens"] = 4 * sum(count for _, count in values["pages"])
+            values["num_tokens"] = BLOCK * sum(count for _, count in values["pages"])
         if info.array_like:
             return list(values.values())
         return {info.tag_field: info.tag} | values if info.tag_field else values
@@ -180,9 +181,7 @@ class Hostile:
             case 1:
                 frames[-1] = self._damaged(frames[-1])
             case 2:
-                frames += [self.rng.randbytes(self.rng.choice([0, 7, 1000]))] * self.rng.randrange(
-                    9
-                )
+                frames += [bytes(self.rng.choice([0, 7, 1000]))] * self.rng.randrange(9)
             case 3:
                 frames = frames[1:] or [b""]
             case 4:
@@ -204,18 +203,11 @@ class Hostile:
         return [np.arange(first, first + min(num_tokens, MAX_TOKENS), dtype="<u4").tobytes()]
 
     def _damaged(self, frame: bytes) -> bytes:
-        place = self.rng.randrange(len(frame) + 1)
-        match self.rng.randrange(4):
-            case 0:
-                return frame[:place]
-            case 1:
-                return frame[:place] + self.rng.randbytes(self.rng.randrange(9)) + frame[place:]
-            case 2:
-                return frame[:place] + self.rng.randbytes(3) + frame[place + 3 :]
-        return (
-            frame[:place]
-            + bytes(byte ^ (1 << self.rng.randrange(8)) for byte in frame[place : place + 1])
-            + frame[place + 1 :]
+        """A frame that ends early, has something more in it, or something else."""
+        place, noise = self.rng.randrange(len(frame) + 1), self.rng.randbytes(self.rng.randrange(9))
+        before, behind = frame[:place], frame[place:]
+        return self.rng.choice(
+            [before, before + noise + behind, before + noise + behind[len(noise) :]]
         )
 
 

@@ -29,6 +29,7 @@ from tests.e2e.support import (
     PATIENCE_SECONDS,
     SESSIONS,
     UNUSED,
+    anonymous_bytes,
     compute,
     eventually,
     holds,
@@ -173,13 +174,6 @@ class Mob:
     def _drop(self, foe: Foe) -> None:
         foe.wire.close()
         self.outcomes += foe.outcomes
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is its own, not shared."""
-    with open(f"/proc/{pid}/status") as file:
-        (line,) = [line for line in file if line.startswith("RssAnon")]
-    return int(line.split()[1]) << 10
 
 
 def riot(daemon: RunningDaemon, seed: int, turns: Iterable[int]) -> Counter[str]:
