@@ -7,11 +7,12 @@ says after each, as one line of JSON, what happened in it. So who replaces it kn
 from __future__ import annotations
 
 import faulthandler
+import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -43,8 +44,15 @@ MAX_HELD = 4
 PATIENCE = (0.05, 0.2, 0.5)
 # Shorter than many an answer takes.
 LATE_SECONDS = 0.001
+INTERRUPT_SECONDS = 0.05
+# More pages than can be had, but fewer than the arena has: one waits for them.
+TOO_MANY = 1800
 # No operation may take so long: each of its calls ends within the client's timeout.
 HANG_SECONDS = 60
+
+
+class Interrupted(Exception):
+    """Raised in the main thread, wherever it is."""
 
 
 class Work:
@@ -196,9 +204,19 @@ class Worker:
     def ask_too_much(self, rng: Random) -> None:
         """Reserve more than there is, or more than there may be just now."""
         with self._match(rng) as work:
-            num_pages = rng.choice((64, 1800, 1800, 100_000))
+            num_pages = rng.choice((64, TOO_MANY, TOO_MANY, 100_000))
             num_tokens = num_pages * work.domain.layout.block_size
             work.lease.reserve(num_tokens, timeout=rng.choice(PATIENCE))
+
+    def interrupt(self, rng: Random) -> None:
+        """Be torn out of a reserve that waits, as by Ctrl-C, and go on with the lease."""
+        with self._match(rng, reserve=True) as work:
+            with suppress(Interrupted), _alarm(rng.random() * INTERRUPT_SECONDS):
+                work.lease.reserve(TOO_MANY * work.domain.layout.block_size, timeout=PATIENCE[1])
+            if rng.random() < 0.5:
+                work.lease.abort()
+            work.compute(rng)
+            work.read()
 
     def hold(self, rng: Random) -> None:
         """Match, and keep the lease for later operations."""
@@ -309,6 +327,7 @@ OPERATIONS: dict[Operation, int] = {
     Worker.abort: 6,
     Worker.end_in_use: 4,
     Worker.ask_too_much: 3,
+    Worker.interrupt: 2,
     Worker.hold: 8,
     Worker.go_on: 8,
     Worker.let_go: 6,
@@ -334,6 +353,21 @@ def _late(call: Callable[[], object]) -> None:
     """Whether the answer comes in time or not."""
     with suppress(DeadlineExceeded):
         call()
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise Interrupted after so many seconds."""
+
+    def ring(*_: object) -> None:
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _scribble(views: list[NDArray[Any]]) -> None:
