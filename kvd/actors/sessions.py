@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # A session's latency is that of so many of its last requests.
-NUM_TIMED = 1000
+NUM_TIMED = 256
 
 
 @dataclass(eq=False, slots=True)

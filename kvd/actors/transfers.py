@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import zmq
-
     from kvd.actors.manager import Manager
     from kvd.cache.leases import Lease
+
+
+class Tracker(Protocol):
+    """What tells of a message whether it has left: `zmq.MessageTracker`."""
+
+    @property
+    def done(self) -> bool: ...
 
 
 class Transfers:
@@ -16,9 +21,9 @@ class Transfers:
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
-        self._sending: list[tuple[int, zmq.MessageTracker]] = []
+        self._sending: list[tuple[int, Tracker]] = []
 
-    def begin(self, lease: Lease, tracker: zmq.MessageTracker) -> None:
+    def begin(self, lease: Lease, tracker: Tracker) -> None:
         """Hold the blocks of a lease, whatever becomes of it, until the message has left."""
         self.end_done()
         if not tracker.done:

@@ -132,9 +132,15 @@ class Verbs:
             case OpenRequest():
                 return self._open(session, request)
             case UnpinRequest():
+                self._check_batch(request.pins)
                 count = self._manager.unpin(request.owner or session.client, request.pins)
                 return Answer(UnpinReply(id=request.id, epoch=self._epoch, num_pins=count))
             case HeartbeatRequest():
+                if len(request.leases) > self._limits.session_leases:
+                    raise LimitExceeded(
+                        f"a session may hold {self._limits.session_leases} leases, "
+                        f"and names {len(request.leases)}"
+                    )
                 self._manager.release_others(session.id, request.leases)
             case ReleaseRequest():
                 self._check_batch(request.leases)

@@ -97,13 +97,13 @@ class PageTable:
         """Note that a session may write these pages, before it learns their numbers."""
         self._note(pages, PageState.RESERVED, session=session)
 
+    def detach(self, pages: Pages) -> None:
+        """Note that these blocks left the index; descendants stand before their parents."""
+        self._note(pages, PageState.DETACHED)
+
     def free(self, pages: Pages) -> None:
         """Note that nobody holds these pages; descendants stand before their parents."""
         self._note(pages, PageState.FREE)
-
-    def detach(self, pages: Pages) -> None:
-        """Note that these are no blocks any more, though leases still read them."""
-        self._note(pages, PageState.DETACHED)
 
     def quarantine(self, pages: Pages) -> None:
         """Note that a session that is over could still write these pages."""

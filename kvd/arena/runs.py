@@ -18,7 +18,8 @@ def runs_of(pages: Pages | Sequence[int]) -> Runs:
     index = np.asarray(pages, np.int64)
     if len(index) == 0:
         return ()
-    ends = np.flatnonzero(index[1:] - index[:-1] != 1).tolist()
+    (breaks,) = (index[1:] - index[:-1] != 1).nonzero()
+    ends = breaks.tolist()
     runs, start = [], 0
     for end in (*ends, len(index) - 1):
         runs.append(Run(int(index[start]), end + 1 - start))

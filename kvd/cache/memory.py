@@ -131,20 +131,19 @@ class Memory:
         pool = space.arena.pool
         if count > min(pool.num_pages, space.max_pages):
             return False
-        excess = space.num_pages + count - space.max_pages
-        if excess > 0:  # it makes room for itself, whatever else is free
-            if excess > space.lru.num_blocks:
-                return False
-            self._evict([space], space, excess, plan)
-        missing = count - pool.num_free
-        if missing <= 0:
-            return True
-        self.begin_backing(space.arena, missing - pool.num_backing, plan)
-        if not pool.num_backing:
-            self._move(space, missing, plan)
-        # Memory on its way is waited for before anything is evicted for want of it.
-        if pool.num_backing or missing > self._num_evictable(space):
+        # What it may not have beside its own blocks, it makes room for itself, whatever is free.
+        excess = max(0, space.num_pages + count - space.max_pages)
+        if excess > space.lru.num_blocks:
             return False
+        missing = max(0, count - pool.num_free - excess)
+        if missing:
+            self.begin_backing(space.arena, missing - pool.num_backing, plan)
+            if not pool.num_backing:
+                self._move(space, missing, plan)
+            # Memory on its way is waited for before anything is evicted for want of it.
+            if pool.num_backing or excess + missing > self._num_evictable(space):
+                return False
+        self._evict([space], space, excess, plan)
         self._evict(space.arena.namespaces, space, missing, plan)
         return True
 
@@ -353,7 +352,7 @@ def _coldest(spaces: Iterable[Namespace], space: Namespace | None) -> Namespace 
 
 def _spendable(victim: Namespace, space: Namespace | None) -> int:
     """How many pages a namespace may lose: for itself any, for others what is not guaranteed."""
-    return victim.num_pages - (0 if victim is space else victim.guaranteed_pages)
+    return max(0, victim.num_pages - (0 if victim is space else victim.guaranteed_pages))
 
 
 def _allowance(victim: Namespace, space: Namespace | None) -> int:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Lru:
-    """The unlocked nodes of one arena, least recently used first.
+    """The unlocked nodes of one namespace, least recently used first.
 
     Whoever unlocks a path adds its nodes leaf first. A node is unlocked only when everything below
     it is, so a parent always stands behind its children and the first node is a leaf.

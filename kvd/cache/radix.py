@@ -268,10 +268,11 @@ class Tree:
             if one.locks:
                 one.detached = True
                 held.append(_backwards(one))
-                continue
-            self._lru.discard(one)
-            free.append(_backwards(one))
-            _unlist(one)
+            else:
+                self._lru.discard(one)
+                free.append(_backwards(one))
+            if not one.locks or one.parent is self.root:
+                _unlist(one)
         if keep:
             free.append(self.cut(node, node.num_blocks - keep))
         nothing = np.empty(0, np.int64)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.protocol.codec import TOKEN_BYTES, Tokens
-from kvd.protocol.errors import BadRequest
+from kvd.protocol.errors import BadRequest, LimitExceeded
 
 if TYPE_CHECKING:
     from kvd.protocol.messages import Extras
 
 EXTRA_BYTES = 32
 NO_EXTRA = bytes(EXTRA_BYTES)
+MAX_ROWS_BYTES = 64 << 20
 
 
 def row_bytes(*, extras: bool) -> int:
@@ -28,12 +29,15 @@ def row_bytes(*, extras: bool) -> int:
 def rows_of(tokens: Tokens, extras: Extras, first: int, width: int) -> bytes:
     """Tokens, the first of which is number `first` of its sequence, as rows of `width` bytes.
 
-    Raises BadRequest for extras where the namespace has none, outside of the tokens, or twice.
+    Raises BadRequest for extras where the namespace has none, outside of the tokens, or twice, and
+    LimitExceeded for more tokens than may be widened at once.
     """
     if width == TOKEN_BYTES:
         if extras:
             raise BadRequest("extras: the namespace was opened without them")
         return tokens
+    if len(tokens) // TOKEN_BYTES * width > MAX_ROWS_BYTES:
+        raise LimitExceeded(f"at most {MAX_ROWS_BYTES // width} tokens a request, with extras")
     rows = np.zeros((len(tokens) // TOKEN_BYTES, width), np.uint8)
     rows[:, :TOKEN_BYTES] = np.frombuffer(tokens, np.uint8).reshape(-1, TOKEN_BYTES)
     seen: set[int] = set()

@@ -95,24 +95,24 @@ class CacheState:
     def make_place(self, *, for_arena: bool) -> Plan:
         """See that a namespace, and an arena for it, may be added: idle ones go, coldest first.
 
-        Raises LimitExceeded where all are in use.
+        Raises LimitExceeded, and changes nothing, where all are in use.
         """
         plan: Plan = []
-        arenas = self.memory.arenas
-        while len(self.namespaces) >= self.limits.namespaces:
-            idle = [space for space in self.namespaces.values() if self._is_idle(space)]
-            if not idle:
-                raise LimitExceeded(f"all {self.limits.namespaces} namespaces are in use")
-            self._forget(min(idle, key=_last_touch), plan)
-        while for_arena and len(arenas) >= self.limits.layouts:
-            unused = [arena for arena in arenas.values() if self._is_unused(arena)]
-            if not unused:
-                raise LimitExceeded(f"all {self.limits.layouts} layouts are in use")
+        arenas, spaces = self.memory.arenas, self.namespaces
+        unused = [arena for arena in arenas.values() if self._is_unused(arena)]
+        idle = [space for space in spaces.values() if self._is_idle(space)]
+        if (is_full := for_arena and len(arenas) >= self.limits.layouts) and not unused:
+            raise LimitExceeded(f"all {self.limits.layouts} layouts are in use")
+        if len(spaces) >= self.limits.namespaces and not idle:
+            raise LimitExceeded(f"all {self.limits.namespaces} namespaces are in use")
+        if is_full:
             arena = min(unused, key=lambda a: max(map(_last_touch, a.namespaces), default=-1))
             for space in list(arena.namespaces):
                 self._forget(space, plan)
             del arenas[arena.id]
             plan.append(Removed(arena.id))
+        if len(spaces) >= self.limits.namespaces:
+            self._forget(min(idle, key=_last_touch), plan)
         return plan
 
     def _is_idle(self, space: Namespace) -> bool:
@@ -207,6 +207,8 @@ class CacheState:
 
     def fork(self, session: int, lease_id: int, source: Lease, now: float = 0.0) -> Matched:
         """Lease the committed blocks of a lease once more; a repeat gets the first answer."""
+        if (session, lease_id) == (source.session, source.id):
+            raise BadRequest(f"fork: lease {lease_id} is its source itself")
         asked = b"fork %d" % source.id
         plan: Plan = []
         if known := self._known(session, lease_id, source.namespace, asked, plan):
@@ -289,7 +291,7 @@ class CacheState:
         if stop < have or start < have == stop:
             return Granted(lease.granted[start : stop + ahead], [])
         space, needed = lease.namespace, stop - have
-        self._check_reserved(lease.session, needed * space.arena.layout.page_bytes)
+        ahead = min(ahead, self._num_reservable(lease, needed) - needed)
         plan: Plan = []
         if not self.memory.make_room(space, needed, plan):
             shortage = self.memory.shortage(space, needed)
@@ -301,17 +303,22 @@ class CacheState:
         lease.granted = np.concatenate((lease.granted, pages))
         lease.reserved.update(pages.tolist())
         self._reserved_bytes[lease.session] += count * space.arena.layout.page_bytes
-        plan.append(Reserved(space.arena.id, pages, lease.session))
+        if count:
+            plan.append(Reserved(space.arena.id, pages, lease.session))
         self.counters["pages_reserved"] += count
         return Granted(lease.granted[start:], plan)
 
-    def _check_reserved(self, session: int, num_bytes: int) -> None:
+    def _num_reservable(self, lease: Lease, needed: int) -> int:
+        """How many pages the lease's session may still reserve, at least those needed."""
         most = int(self.limits.session_reserved_fraction * self.memory.capacity_bytes)
-        if self._reserved_bytes[session] + num_bytes > most:
+        reserved = self._reserved_bytes[lease.session]
+        count = (most - reserved) // lease.namespace.arena.layout.page_bytes
+        if needed > count:
             raise LimitExceeded(
-                f"a session may hold {most} bytes of uncommitted pages, and has "
-                f"{self._reserved_bytes[session]}: commit or release some"
+                f"a session may hold {most} bytes of uncommitted pages, and has {reserved}: "
+                "commit or release some"
             )
+        return count
 
     def _is_hopeless(self, lease: Lease, needed: int) -> bool:
         """Whether waiting is in vain: beside what the lease holds there will not be more."""
@@ -458,9 +465,10 @@ class CacheState:
             lease.tail_node = lease.tail = None
 
     def _free_reserved(self, lease: Lease, plan: Plan) -> None:
-        pages = _sorted(lease.reserved)
-        self._take_reserved(lease, pages.tolist())
-        self.memory.free(lease.namespace, pages, plan)
+        if lease.reserved:
+            pages = _sorted(lease.reserved)
+            self._take_reserved(lease, pages.tolist())
+            self.memory.free(lease.namespace, pages, plan)
 
     def _take_reserved(self, lease: Lease, pages: list[int]) -> None:
         """These pages are not the lease's to write any more."""
@@ -526,6 +534,7 @@ class CacheState:
         """
         tree = space.tree
         plan: Plan = []
+        space.generation += 1
         if tokens:
             found = tree.find(tokens[: (from_block + 1) * tree.block_bytes])
             if found.total_blocks <= from_block:
@@ -533,7 +542,6 @@ class CacheState:
             gone = tree.detach(found.node, found.num_blocks - 1)
         else:
             gone = tree.detach(tree.root)
-        space.generation += 1
         self.memory.free(space, gone.free, plan)
         if len(gone.held):
             space.arena.pool.move(gone.held, PageState.COMMITTED, PageState.DETACHED)
@@ -542,8 +550,9 @@ class CacheState:
             if pin.node.detached:
                 self._unpin(pin, plan)
         num_blocks = len(gone.free) + len(gone.held)
+        num_detached = int((space.arena.pool.states[gone.held] == PageState.DETACHED).sum())
         self.counters["blocks_dropped"] += num_blocks
-        return DropAnswer(num_blocks, len(gone.held), plan)
+        return DropAnswer(num_blocks, num_detached, plan)
 
 
 def _sorted(pages: set[int]) -> Pages:

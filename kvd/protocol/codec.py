@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.protocol.errors import BadRequest, KvdError
+from kvd.protocol.errors import BadRequest, KvdError, LimitExceeded
 from kvd.protocol.messages import AnyReply, AnyRequest, Failure
 
-MAX_FRAME_BYTES = 64 << 20
+# A message without its tokens: reading more would hold the daemon for longer than anyone shall.
+MAX_HEADER_BYTES = 1 << 20
 TOKEN_BYTES = 4
 
 Tokens: TypeAlias = bytes  # little-endian uint32, as on the wire
@@ -57,7 +58,9 @@ def to_json(value: object) -> str:
 
 
 def decode_request(frame: bytes) -> AnyRequest:
-    """Raises BadRequest, saying which field is wrong."""
+    """Raises BadRequest, saying which field is wrong, and LimitExceeded for a frame too long."""
+    if len(frame) > MAX_HEADER_BYTES:
+        raise LimitExceeded(f"a message of {len(frame)} bytes; at most {MAX_HEADER_BYTES}")
     try:
         return _requests.decode(frame)
     except _UNREADABLE as error:

@@ -82,4 +82,5 @@ def namespace_key(identity: Identity, layout: Layout, salt: str, *, extras: bool
 
     Where positions have extras beside their tokens, it is another domain.
     """
-    return _digest("kvd.namespace.1", fingerprint(identity, layout), salt, int(extras))
+    kind = ("extras",) if extras else ()
+    return _digest("kvd.namespace.1", fingerprint(identity, layout), salt, *kind)

@@ -267,7 +267,7 @@ class DropRequest(Request, frozen=True, tag="drop"):
 class LeasesRequest(Request, frozen=True, tag="leases"):
     """Who holds what: leases and pins, the oldest `limit` of each."""
 
-    limit: Annotated[int, Meta(ge=1, le=100_000)] = 1000
+    limit: Annotated[int, Meta(ge=1, le=4096)] = 1000
 
 
 class StatusRequest(Request, frozen=True, tag="status"):

@@ -19,7 +19,7 @@ from kvd.arena.header import create_header
 from kvd.arena.page_table import table_bytes
 from kvd.cache.audit import check
 from kvd.config import CacheConfig, Config
-from kvd.protocol.errors import LeaseEnded, OutOfPages, TierFailed
+from kvd.protocol.errors import BadRequest, LeaseEnded, OutOfPages, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import CommitItem, MatchItem, Run
 from kvd_tiers.host import HostConfig, HostTier, HostTierArena
@@ -208,6 +208,21 @@ async def test_a_waiter_whose_lease_ends_is_told_so_and_the_next_goes_on(
         assert sorted(answers.values()) == ["ended", "granted", "granted"]
 
 
+async def test_an_abort_meets_who_waits_on_its_lease_and_nobody_else(shm: Path) -> None:  # noqa: F811
+    async with running(shm / "kvd") as cache, create_task_group() as tasks:
+        most, lease = await cache.hold(100), await cache.hold(8, session=2)
+
+        async def wait() -> None:
+            with pytest.raises(BadRequest, match="reserve from 8: the lease was granted 0 pages"):
+                await cache.manager.reserve(lease, 8, 64, 0, 30)
+
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        cache.manager.abort(2, [lease.id])
+        cache.release(most)
+        assert cache.manager.reserve_now(cache.match(3), 0, 128, 0) is not None
+
+
 async def test_the_end_of_a_session_ends_what_it_waits_for(shm: Path) -> None:  # noqa: F811
     async with running(shm / "kvd") as cache:
         await cache.hold(128)
@@ -244,7 +259,7 @@ async def test_old_blocks_make_room_without_waiting(shm: Path) -> None:  # noqa:
         lease = cache.match(num_blocks=128)
         runs = await cache.manager.reserve(lease, 0, 128, 0, 30)
         item = CommitItem(lease.id, 0, runs, 128 * BLOCK)
-        cache.manager.commit(1, item, lease.tokens)
+        cache.manager.commit(1, item, packed(tokens_of(1, 128)))
         assert cache.manager.reserve_now(cache.match(2, seed=2), 0, 1, 0) is None
         cache.release(lease)
         assert cache.manager.reserve_now(cache.match(2, seed=2), 0, 5, 0) is not None
@@ -293,7 +308,7 @@ async def test_while_memory_is_refused_old_blocks_make_room(shm: Path) -> None: 
     async with running(shm / "kvd") as cache:
         lease = cache.match(num_blocks=32)
         runs = await cache.manager.reserve(lease, 0, 32, 0, 30)
-        cache.manager.commit(1, CommitItem(lease.id, 0, runs, 32 * BLOCK), lease.tokens)
+        cache.manager.commit(1, CommitItem(lease.id, 0, runs, 32 * BLOCK), packed(tokens_of(1, 32)))
         cache.release(lease)
         cache.arena.full = True
         with fail_after(30):

@@ -10,6 +10,8 @@ import pytest
 
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
     AbortRequest,
     AttachRequest,
     CloseRequest,
@@ -19,12 +21,19 @@ from kvd.protocol.messages import (
     CommitResult,
     DetachRequest,
     DoneReply,
+    DropItem,
+    DropRequest,
     ErrorReply,
+    ForkItem,
+    ForkRequest,
     HeartbeatRequest,
+    LoadRequest,
     MatchItem,
     MatchReply,
     MatchRequest,
     OpenRequest,
+    PinItem,
+    PinRequest,
     ReleaseRequest,
     ReserveItem,
     ReserveReply,
@@ -32,10 +41,21 @@ from kvd.protocol.messages import (
     ReserveResult,
     Run,
     StatusRequest,
+    StoreRequest,
+    UnpinRequest,
 )
 from kvd.testing.daemons import running_daemon
 from tests.actors.wire import Wire, failed, numbers, packed, refused, soon
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, SESSIONS, eventually, settings, tokens_of
+from tests.e2e.support import (
+    BLOCK,
+    IDENTITY,
+    LAYOUT,
+    SESSIONS,
+    capacity_of,
+    eventually,
+    settings,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
@@ -55,7 +75,7 @@ def booked(wire: Wire) -> dict[str, int]:
 # --- attach ---
 
 
-@pytest.mark.parametrize(("version", "min_version"), [(0, 0), (7, 5)])
+@pytest.mark.parametrize(("version", "min_version"), [(0, 0), (99, 98)])
 def test_a_version_that_is_not_shared_is_refused_with_both(
     connect: Connect, version: int, min_version: int
 ) -> None:
@@ -133,6 +153,12 @@ def every_request(epoch: int, namespace: int, **fields: Any) -> list[Any]:
         ReleaseRequest(**envelope, leases=(1,)),
         CloseRequest(**envelope, namespace=namespace),
         DetachRequest(**envelope),
+        ForkRequest(**envelope, items=(ForkItem(2, 1),)),
+        LoadRequest(**envelope, lease=1, pages=(), first_slice=0, num_slices=1),
+        StoreRequest(**envelope, lease=1, pages=(), first_slice=0, num_slices=1),
+        PinRequest(**envelope, items=(PinItem(namespace, 0, 1.0),)),
+        UnpinRequest(**envelope),
+        DropRequest(**envelope, items=(DropItem(namespace),)),
     ]
 
 
@@ -576,7 +602,7 @@ def test_more_pages_than_there_are_are_refused_at_once_and_hold_nobody_up(
 
 def test_a_reserve_beyond_all_sense_is_refused(wire: Wire) -> None:
     wire.matched(1, TOKENS)
-    failed(wire.reserve(1, 0, (1 << 63) - 1, ahead=(1 << 63) - 1), "out_of_pages")
+    failed(wire.reserve(1, 0, (1 << 63) - 1, ahead=(1 << 63) - 1), "limit_exceeded")
     assert len(numbers(wire.reserved(1, 0, 4, ahead=(1 << 63) - 1))) <= 128
     wire.release(1)
 
@@ -588,7 +614,8 @@ def test_a_shortage_says_how_the_pages_stand(join: Connect) -> None:
     two.matched(1, tokens_of(2, 1))
     message = failed(two.reserve(1, 0, 1), "out_of_pages")
     assert message == (
-        "1 pages wanted, 0 free; of 128 4 are locked by leases, 124 reserved, 0 quarantined"
+        "1 pages wanted, 0 free; of 128 4 are locked by leases and pins, "
+        "124 reserved, 0 quarantined"
     )
 
 
@@ -687,7 +714,7 @@ def test_status_tells_how_everything_stands(wire: Wire, daemon: RunningDaemon) -
     status = wire.status()
     assert (status.pid, status.endpoint) == (daemon.pid, daemon.endpoint)
     (tier,) = status.tiers
-    assert (tier.name, tier.capacity_bytes) == ("host", 128 * LAYOUT.page_bytes)
+    assert (tier.name, tier.capacity_bytes) == ("host", capacity_of(128))
     assert sum(tier.pages.values()) == 128
     assert tier.backed_bytes == (128 - tier.pages["unbacked"]) * LAYOUT.page_bytes
     (space,) = (one for one in status.namespaces if one.namespace == wire.namespace)

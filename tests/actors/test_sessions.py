@@ -22,11 +22,11 @@ def table(tmp_path: Path) -> SessionTable:
 
 def test_a_connection_has_a_session_from_attach_to_end(table: SessionTable) -> None:
     session = table.attach(b"a", "engine", 7)
-    assert table.get(b"a") is table.find(b"a") is table.named(session.name) is session
+    assert table.get(b"a") is table.find(b"a") is table.known_as(session.secret) is session
     assert list(table) == [session]
     table.end(session)
     assert len(table) == 0
-    assert table.named(session.name) is None
+    assert table.known_as(session.secret) is None
     with pytest.raises(NotAttached):
         table.get(b"a")
 

@@ -59,6 +59,7 @@ async def test_memory_that_is_not_there_is_a_tier_failure(
         await tasks.start(actor.run)
         await actor.open(1)
         arena = await actor.create_arena(LAYOUT, bytes(32))
+        (small / "another's").write_bytes(bytes(64 << 10))
         with pytest.raises(TierFailed, match="No space left"):
             await actor.back(arena, Run(0, arena.num_pages))
         assert arena.backed_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,27 @@ from kvd.protocol.messages import (
     CommitRequest,
     CommitResult,
     DetachRequest,
+    DropItem,
+    DropReply,
+    DropRequest,
+    DropResult,
     ErrorReply,
     Failure,
+    ForkItem,
+    ForkRequest,
+    LeasesReply,
+    LeasesRequest,
+    LoadRequest,
     MatchItem,
     MatchReply,
     MatchRequest,
     MatchResult,
     OpenReply,
     OpenRequest,
+    PinItem,
+    PinReply,
+    PinRequest,
+    PinResult,
     ReleaseRequest,
     ReserveItem,
     ReserveReply,
@@ -40,6 +54,9 @@ from kvd.protocol.messages import (
     SessionStatus,
     StatusReply,
     StatusRequest,
+    StoreRequest,
+    UnpinReply,
+    UnpinRequest,
 )
 from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, PATIENCE_SECONDS
 
@@ -80,10 +97,19 @@ class Wire:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def receive(self) -> AnyReply:
+    def receive_frame(self) -> bytes:
         assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
         (frame,) = self._socket.recv_multipart()
-        return decode_reply(frame)
+        return frame
+
+    def receive(self) -> AnyReply:
+        return decode_reply(self.receive_frame())
+
+    def pending(self, milliseconds: int) -> Iterator[AnyReply]:
+        """What was answered and not read yet; the first of it may come within so long."""
+        while self._socket.poll(milliseconds):
+            yield self.receive()
+            milliseconds = 0
 
     def ask(self, request: AnyRequest, tokens: object = None) -> AnyReply:
         frames = [encode(request)]
@@ -98,7 +124,9 @@ class Wire:
         self.next_id += 1
         return {"id": self.next_id, "epoch": self.epoch} | fields
 
-    def attach(self, *, maps: bool = True, version: int = PROTOCOL_VERSION, **fields: Any) -> AttachReply:
+    def attach(
+        self, *, maps: bool = True, version: int = PROTOCOL_VERSION, **fields: Any
+    ) -> AttachReply:
         envelope = self.envelope(version=version, min_version=1, client="wire", **fields)
         reply = self.ask(AttachRequest(**envelope))
         assert isinstance(reply, AttachReply), reply
@@ -157,8 +185,79 @@ class Wire:
         assert isinstance(done, CommitResult), done
         return done.runs
 
-    def release(self, *leases: int) -> AnyReply:
-        return self.ask(ReleaseRequest(**self.envelope(), leases=leases))
+    def release(self, *leases: int, keep_blocks: int = 0) -> AnyReply:
+        request = ReleaseRequest(**self.envelope(), leases=leases, keep_blocks=keep_blocks)
+        return self.ask(request)
+
+    def fork(self, lease: int, source: int, **fields: Any) -> MatchResult | Failure:
+        item = ForkItem(lease, source, **fields)
+        reply = self.ask(ForkRequest(**self.envelope(), items=(item,)))
+        assert isinstance(reply, MatchReply), reply
+        return reply.results[0]
+
+    def pin(self, tokens: list[int], seconds: float, owner: str = "") -> PinResult | Failure:
+        item = PinItem(self.namespace, len(tokens), seconds, owner)
+        reply = self.ask(PinRequest(**self.envelope(), items=(item,)), tokens)
+        assert isinstance(reply, PinReply), reply
+        return reply.results[0]
+
+    def pinned(self, tokens: list[int], seconds: float = 3600.0, owner: str = "") -> PinResult:
+        result = self.pin(tokens, seconds, owner)
+        assert isinstance(result, PinResult), result
+        return result
+
+    def unpin(self, owner: str = "", *pins: int) -> int:
+        reply = self.ask(UnpinRequest(**self.envelope(), owner=owner, pins=pins))
+        assert isinstance(reply, UnpinReply), reply
+        return reply.num_pins
+
+    def drop(self, tokens: list[int] = [], from_block: int = 0) -> DropResult:  # noqa: B006
+        item = DropItem(self.namespace, len(tokens), from_block)
+        reply = self.ask(DropRequest(**self.envelope(), items=(item,)), tokens)
+        assert isinstance(reply, DropReply), reply
+        (result,) = reply.results
+        assert isinstance(result, DropResult), result
+        return result
+
+    def leases(self, **fields: Any) -> LeasesReply:
+        reply = self.ask(LeasesRequest(**self.envelope(), **fields))
+        assert isinstance(reply, LeasesReply), reply
+        return reply
+
+    def load(
+        self, lease: int, pages: tuple[Run, ...], first_slice: int = 0, num_slices: int = 1
+    ) -> list[bytes] | ErrorReply:
+        """The frames of a piece, or why there are none."""
+        request = LoadRequest(
+            **self.envelope(),
+            lease=lease,
+            pages=pages,
+            first_slice=first_slice,
+            num_slices=num_slices,
+        )
+        self.send(encode(request))
+        assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
+        header, *frames = self._socket.recv_multipart()
+        reply = decode_reply(header)
+        return reply if isinstance(reply, ErrorReply) else frames
+
+    def put(
+        self,
+        lease: int,
+        pages: tuple[Run, ...],
+        data: bytes,
+        first_slice: int = 0,
+        num_slices: int = 1,
+    ) -> AnyReply:
+        """Store a piece."""
+        request = StoreRequest(
+            **self.envelope(),
+            lease=lease,
+            pages=pages,
+            first_slice=first_slice,
+            num_slices=num_slices,
+        )
+        return self.ask(request, data)
 
     def status(self) -> StatusReply:
         reply = self.ask(StatusRequest(**self.envelope()))

@@ -120,6 +120,16 @@ def test_a_freed_block_leaves_nothing_but_its_generation(table: PageTable) -> No
     assert fields(table, 5, "tokens") == [[0, 0, 0, 0]]
 
 
+def test_a_detached_block_leaves_nothing_but_its_generation(table: PageTable) -> None:
+    table.reserve([5], session=77)
+    table.commit([5], NO_PARENT, 0, packed(1, 2, 3, 4), namespace=9, group=2)
+    table.detach([5])
+    assert fields(table, 5, "state", "generation", "parent") == [PageState.DETACHED, 1, NO_PARENT]
+    names = ("session", "namespace", "group", "block", "num_tokens", "checksum")
+    assert fields(table, 5, *names) == [0] * len(names)
+    assert fields(table, 5, "tokens") == [[0, 0, 0, 0]]
+
+
 def test_a_quarantined_page_keeps_its_session(table: PageTable) -> None:
     table.reserve([5], session=77)
     table.quarantine([5])
@@ -144,7 +154,13 @@ def test_an_unbacked_page_is_as_new(table: PageTable, memory: bytearray) -> None
 
 def test_every_step_takes_pages_as_an_array_too(table: PageTable) -> None:
     pages = np.array([3, 1], np.int64)
-    for step in (table.free, lambda p: table.reserve(p, 1), table.quarantine, table.unback):
+    for step in (
+        table.free,
+        lambda p: table.reserve(p, 1),
+        table.detach,
+        table.quarantine,
+        table.unback,
+    ):
         step(pages)
         assert table.sealed().all()
 
@@ -176,6 +192,10 @@ def commit(table: PageTable) -> None:
     table.commit([3], 1, 1, packed(1, 2, 3, 4), namespace=4, group=1)
 
 
+def detach(table: PageTable) -> None:
+    table.detach([3])
+
+
 def quarantine(table: PageTable) -> None:
     table.quarantine([3])
 
@@ -190,6 +210,8 @@ LIVES: list[list[Step]] = [
     [free, reserve, commit],
     [free, reserve, commit, free],
     [free, reserve, commit, free, reserve],
+    [free, reserve, commit, detach],
+    [free, reserve, commit, detach, free],
     [free, reserve, free],
     [free, reserve, quarantine],
     [free, reserve, quarantine, free],

@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tests.bench.alternatives import alternatives
 from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
 from tests.bench.common import BUDGETS, Bench, Part, Row
+from tests.bench.cycles import cycles
 from tests.bench.first_touch import hit_first_touch
 from tests.bench.hit import hit_vs_copy
+from tests.bench.index import index
 from tests.bench.machine import describe_machine
 from tests.bench.match import match_vs_echo
 from tests.bench.runs import median_run_tokens
@@ -29,12 +32,15 @@ PARTS: dict[str, Part] = {
         hit_vs_copy,
         hit_first_touch,
         match_vs_echo,
+        cycles,
         store_vs_copy,
         attention_vs_contiguous,
         attention_vs_gather,
         median_run_tokens,
+        index,
         start_seconds,
         start_memory_mib,
+        alternatives,
     )
 }
 RESULTS = Path(__file__).parent / "results"
@@ -115,7 +121,7 @@ def _show(rows: Sequence[Row], console: Console, *, tiny: bool) -> None:
 
 
 def _figure(row: Row) -> str:
-    return f"{row.value:.3g} {row.unit}"
+    return f"{row.value:{',.0f' if row.value >= 1000 else '.3g'}} {row.unit}"
 
 
 if __name__ == "__main__":

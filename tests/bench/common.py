@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import statistics
 import subprocess
@@ -9,10 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +25,9 @@ from kvd_client import Identity, Layout, Namespace
 if TYPE_CHECKING:
     import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 IDENTITY = Identity(model="bench", revision="1")
 
 # The KV of an 8B model with grouped queries: 128 KiB a token, 4 GiB for 32k tokens.
@@ -31,7 +36,6 @@ LAYOUT_8B = Layout(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16
 LAYOUT_SMALL = Layout(num_layers=1, num_kv_heads=1, head_size=16, dtype="bfloat16")
 
 SHARED_MEMORY = Path("/dev/shm")
-READY_SECONDS = 30.0
 STOP_SECONDS = 15.0
 
 
@@ -55,6 +59,9 @@ BUDGETS = {
     "hit_vs_copy": Budget(300, at_least=True),
     "hit_first_touch": Budget(10, at_least=True),
     "match_vs_echo": Budget(3, at_least=False),
+    "cycles_vs_echo": Budget(0.5, at_least=True),
+    "cycles_per_second": Budget(3000, at_least=True),
+    "cycles_p99_over_p50": Budget(8, at_least=False),
     "store_vs_copy": Budget(0.9, at_least=True),
     "attention_vs_contiguous": Budget(0.95, at_least=True),
     "attention_vs_gather": Budget(2, at_least=True),
@@ -145,6 +152,27 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
+# --- processes ------------------------------------------------------------------------------
+
+
+def in_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """The function's result from a fresh process, which may have children of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(function, *args, **kwargs).result()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout:
+        process.stdout.close()
+
+
 # --- a daemon --------------------------------------------------------------------------------
 
 
@@ -186,20 +214,9 @@ def running_daemon(
             raise RuntimeError(f"kvd did not start: {line or f'exit {process.wait()}'}")
         yield RunningDaemon(f"ipc://{sockets}/kvd.sock", process.pid, time.perf_counter() - start)
     finally:
-        _stop(process)
+        stop(process)
         shutil.rmtree(own, ignore_errors=True)
         shutil.rmtree(sockets, ignore_errors=True)
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout:
-        process.stdout.close()
 
 
 def capacity_for(num_tokens: int, layout: Layout) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -28,6 +25,7 @@ from tests.bench.common import (
     copy_all,
     describe,
     fitting_tokens,
+    in_process,
     like,
     one_thread,
     random_tokens,
@@ -42,9 +40,6 @@ NUM_TOKENS = 32 << 10
 
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class FirstTouch(msgspec.Struct, frozen=True):
@@ -63,7 +58,7 @@ def hit_first_touch(bench: Bench) -> Iterator[Row]:
     count = bench.pick(5, 1)
     bench.say("huge pages: a tmpfs of its own in a private mount namespace")
     try:
-        huge = _in_process(_measure_on_huge_pages, num_tokens, count)
+        huge = in_process(_measure_on_huge_pages, num_tokens, count)
     except OSError as error:
         bench.say(f"huge pages: skipped, since they cannot be had here: {error}")
     else:
@@ -72,7 +67,7 @@ def hit_first_touch(bench: Bench) -> Iterator[Row]:
         else:
             bench.say("huge pages: skipped, since the kernel mapped none on huge=within_size")
     bench.say(f"pages as {SHARED_MEMORY} has them")
-    plain = _in_process(_measure, num_tokens, count, None)
+    plain = in_process(_measure, num_tokens, count, None)
     yield _row("hit_first_touch_4k", plain, num_tokens, wanted)
 
 
@@ -106,7 +101,7 @@ def _measure(num_tokens: int, count: int, directory: Path | None) -> FirstTouch:
         with Client(daemon.endpoint, timeout=60) as client:
             store(client.open(IDENTITY, LAYOUT_8B), random_tokens(num_tokens, seed=0))
         granule = huge_page_bytes(directory or SHARED_MEMORY)
-        return _in_process(_touch, daemon.endpoint, num_tokens, count, granule)
+        return in_process(_touch, daemon.endpoint, num_tokens, count, granule)
 
 
 def _touch(endpoint: str, num_tokens: int, count: int, granule: int) -> FirstTouch:
@@ -174,10 +169,3 @@ def _libc() -> ctypes.CDLL:
 def _check(status: int, what: str) -> None:
     if status:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-def _in_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """The function's result from a fresh process, which may have children of its own."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as executor:
-        return executor.submit(function, *args, **kwargs).result()

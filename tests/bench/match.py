@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
-from kvd.arena.runs import runs_of
-from kvd.protocol.codec import encode
-from kvd.protocol.messages import (
-    DoneReply,
-    MatchItem,
-    MatchReply,
-    MatchRequest,
-    MatchResult,
-    ReleaseRequest,
-)
-from kvd_client import Client, Lease, Namespace
+from kvd_client import Client, Namespace
 from tests.bench.common import (
     IDENTITY,
     LAYOUT_SMALL,
@@ -37,10 +23,13 @@ from tests.bench.common import (
     store,
     timed,
 )
+from tests.bench.echo import Frames, dealer, echo_server, frames_of
+
+if TYPE_CHECKING:
+    import zmq
 
 NUM_TOKENS = 128 << 10
 NUM_NODES = 64
-EPOCH = (1 << 61) + 1  # as long on the wire as a real one
 
 
 def match_vs_echo(bench: Bench) -> Iterator[Row]:
@@ -58,8 +47,9 @@ def match_vs_echo(bench: Bench) -> Iterator[Row]:
         store(namespace, branched)
         _branch(namespace, branched, num_nodes)
         with namespace.match(branched) as lease:
-            frames = _Frames.of(lease, branched)
-        with _echoing(frames) as echo:
+            frames = frames_of(lease, branched)
+        with echo_server(frames.matched, frames.done) as endpoint, dealer(endpoint) as echo:
+            _echo_twice(echo, frames)  # until it is there
 
             def measure(tokens: NDArray[np.uint32]) -> Pairs:
                 return pairs(
@@ -104,65 +94,7 @@ def _cycles(client: Client, namespace: Namespace, tokens: NDArray[np.uint32], co
     return timed(run) / count
 
 
-class _Frames:
-    """The messages of one cycle, in their real sizes."""
-
-    def __init__(self, match: Sequence[bytes], release: bytes, matched: bytes, done: bytes) -> None:
-        self.match = match
-        self.release = release
-        self.matched = matched
-        self.done = done
-
-    @classmethod
-    def of(cls, lease: Lease, tokens: NDArray[np.uint32]) -> _Frames:
-        item = MatchItem(1, 10_000, len(tokens))
-        request = MatchRequest(id=10_000, epoch=EPOCH, deadline_ns=1 << 50, items=(item,))
-        result = MatchResult(
-            lease.num_tokens, runs_of(lease.pages), 1, 1, tokens_by_tier=lease.tokens_by_tier
-        )
-        return cls(
-            (encode(request), tokens.tobytes()),
-            encode(ReleaseRequest(id=10_000, epoch=EPOCH, leases=(10_000,))),
-            encode(MatchReply(id=10_000, epoch=EPOCH, results=(result,))),
-            encode(DoneReply(id=10_000, epoch=EPOCH)),
-        )
-
-    @property
-    def sizes(self) -> str:
-        sizes = [sum(map(len, self.match)), len(self.matched), len(self.release), len(self.done)]
-        return ", ".join(map(str, sizes))
-
-
-@contextmanager
-def _echoing(frames: _Frames) -> Iterator[zmq.Socket[bytes]]:
-    """A DEALER whose peer, in a process of its own, answers as kvd would."""
-    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
-        endpoint = f"ipc://{Path(folder) / 'echo.sock'}"
-        process = multiprocessing.get_context("spawn").Process(
-            target=_echo, args=(endpoint, frames.matched, frames.done)
-        )
-        process.start()
-        try:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.RCVTIMEO, 30_000)  # an echo that died is an error
-                socket.connect(endpoint)
-                _echo_twice(socket, frames)
-                yield socket
-        finally:
-            process.terminate()
-            process.join()
-
-
-def _echo(endpoint: str, matched: bytes, done: bytes) -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(endpoint)
-        while True:
-            identity, *request = socket.recv_multipart()
-            socket.send_multipart((identity, matched if len(request) == 2 else done))
-
-
-def _echoes(socket: zmq.Socket[bytes], frames: _Frames, count: int) -> float:
+def _echoes(socket: zmq.Socket[bytes], frames: Frames, count: int) -> float:
     def run() -> None:
         for _ in range(count):
             _echo_twice(socket, frames)
@@ -170,7 +102,7 @@ def _echoes(socket: zmq.Socket[bytes], frames: _Frames, count: int) -> float:
     return timed(run) / count
 
 
-def _echo_twice(socket: zmq.Socket[bytes], frames: _Frames) -> None:
+def _echo_twice(socket: zmq.Socket[bytes], frames: Frames) -> None:
     socket.send_multipart(frames.match)
     socket.recv_multipart()
     socket.send(frames.release)

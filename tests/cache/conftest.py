@@ -1,4 +1,4 @@
-"""A small cache whose blocks are letters: `cache.fill("abc")` commits three blocks."""
+"""A small cache whose tokens are letters: `cache.fill("abc")` commits three blocks of one each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvd.cache.state import ArenaState, CacheState, Committed, Freed, Granted, Namespace, Plan
+from kvd.cache.memory import ArenaState, Namespace, Quota
+from kvd.cache.plan import Back, Committed, Freed, Granted, Plan, Short
+from kvd.cache.state import CacheState
+from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
+from kvd.protocol.messages import Run
 
 if TYPE_CHECKING:
     from kvd.cache.leases import Lease
 
 LAYOUT = Layout(1, 1, 2, "float16", block_size=1, num_planes=1)  # 4 bytes a page
+WIDE = Layout(2, 1, 2, "float16", block_size=1, num_planes=1)  # 8 bytes a page
+FOURS = Layout(1, 1, 2, "float16", block_size=4, num_planes=1)  # 16 bytes a page
 EXTENT = 16
 
 
@@ -25,23 +31,102 @@ def packed(text: str) -> bytes:
 class Cache:
     """One CacheState with one namespace, "", and clients that do as they should."""
 
-    def __init__(self, num_pages: int = 16, *, backed: bool = True, **settings: Any) -> None:
-        self.state = CacheState(num_pages * LAYOUT.page_bytes, 64, **settings)
-        self.arena: ArenaState = self.state.add_arena(LAYOUT, num_pages, EXTENT)
-        self.namespace = self.tenant("")
+    def __init__(
+        self,
+        num_pages: int = 16,
+        *,
+        layout: Layout = LAYOUT,
+        backed: bool = True,
+        watermarks: tuple[float, float] = (1.0, 1.0),
+        **limits: Any,
+    ) -> None:
+        config = CacheConfig(*watermarks)
+        limits = {"session_reserved_fraction": 1.0} | limits
+        capacity = num_pages * layout.page_bytes
+        self.state = CacheState(capacity, 64, config, LimitConfig(**limits))
+        self.memory = self.state.memory
+        self.arena = self.add_arena(layout, num_pages)
+        self.namespace = self.tenant("", layout)
         if backed:
-            for run in self.state.begin_backing(self.arena, num_pages):
-                self.state.end_backing(self.arena, run, backed=True)
+            self.back(num_pages)
         self._lease_id = 1000
 
-    def tenant(self, salt: str) -> Namespace:
-        identity = Identity("model", "main")
-        return self.state.open_namespace(salt.encode(), identity, salt, self.arena)
+    def add_arena(self, layout: Layout, num_pages: int) -> ArenaState:
+        return self.state.add_arena(layout, num_pages, EXTENT)[0]
 
-    def match(self, text: str, session: int = 1, lease: int | None = None, salt: str = "") -> Lease:
+    def add_wide(self, num_pages: int, *, backed: bool = True) -> ArenaState:
+        """A second layout, with a namespace "wide"."""
+        arena = self.add_arena(WIDE, num_pages)
+        self.tenant("wide", WIDE)
+        if backed:
+            self.back(num_pages, arena)
+        return arena
+
+    def fill_wide_extent(self) -> None:
+        """Memory moves there, and blocks of sixteen letters w fill it."""
+        lease = self.match("w" * 16, salt="wide")
+        assert isinstance(self.state.reserve(lease, 0, 16), Short)
+        self.end_backing(0, 16, lease.namespace.arena)
+        self.commit(lease, "w" * 16)
+        self.release(lease)
+
+    def let_time_pass(self) -> None:
+        for _ in range(4):
+            self.memory.touch()
+
+    def tenant(
+        self,
+        salt: str,
+        layout: Layout = LAYOUT,
+        *,
+        session: int = 1,
+        extras: bool = False,
+        **quota: int,
+    ) -> Namespace:
+        arena = self.state.find_arena(layout)
+        assert arena
+        return self.state.open_namespace(
+            session,
+            salt.encode(),
+            Identity("model", "main"),
+            salt,
+            arena,
+            extras=extras,
+            quota=Quota(**quota),
+        )
+
+    def begin_backing(self, num_pages: int, arena: ArenaState | None = None) -> list[Run]:
+        plan: Plan = []
+        self.memory.begin_backing(arena or self.arena, num_pages, plan)
+        return backing(plan)
+
+    def end_backing(
+        self, first: int, count: int, arena: ArenaState | None = None, *, backed: bool = True
+    ) -> Plan:
+        return self.memory.end_backing(arena or self.arena, Run(first, count), backed=backed)
+
+    def back(self, num_pages: int, arena: ArenaState | None = None) -> None:
+        for run in self.begin_backing(num_pages, arena):
+            self.end_backing(run.first, run.count, arena)
+
+    def match(
+        self,
+        text: str,
+        session: int = 1,
+        lease: int | None = None,
+        salt: str = "",
+        *,
+        exact_tail: bool = False,
+    ) -> Lease:
         self._lease_id += 1
         lease_id = self._lease_id if lease is None else lease
-        return self.state.match(session, lease_id, self.tenant(salt), packed(text)).lease
+        space, tokens = self._named(salt), packed(text)
+        return self.state.match(session, lease_id, space, tokens, exact_tail=exact_tail).lease
+
+    def fork(self, source: Lease, lease: int | None = None) -> Lease:
+        self._lease_id += 1
+        lease_id = self._lease_id if lease is None else lease
+        return self.state.fork(source.session, lease_id, source).lease
 
     def reserve(self, lease: Lease, count: int) -> list[int]:
         have = len(lease.granted)
@@ -51,14 +136,15 @@ class Cache:
 
     def commit(self, lease: Lease, text: str, pages: list[int] | None = None) -> list[int]:
         """Commit letters behind the lease's prefix; the pages that now hold them."""
-        pages = self.reserve(lease, len(text)) if pages is None else pages
+        num_blocks = len(text) // lease.namespace.arena.layout.block_size
+        pages = self.reserve(lease, num_blocks) if pages is None else pages
         answer = self.state.commit(lease, lease.num_blocks, np.array(pages, np.int64), packed(text))
         return list(answer.pages.tolist())
 
     def hold(self, text: str, session: int = 1, salt: str = "") -> Lease:
         """A lease on all of these blocks, computed where they are not there."""
         lease = self.match(text, session, salt=salt)
-        if rest := text[lease.num_blocks :]:
+        if rest := text[lease.num_blocks * lease.namespace.arena.layout.block_size :]:
             self.commit(lease, rest)
         return lease
 
@@ -68,11 +154,14 @@ class Cache:
     def release(self, lease: Lease) -> Plan:
         return self.state.release(lease.session, lease.id)
 
+    def pin(self, text: str, owner: str = "me", seconds: float = 10, now: float = 0) -> int:
+        return self.state.pin(owner, self.namespace, packed(text), seconds, now).pin
+
     def texts(self, salt: str = "") -> set[str]:
         """The ends of all branches of the tree, from the root."""
         return {
             "".join(map(chr, np.frombuffer(node.path_tokens(), "<u4")))
-            for node in self.tenant(salt).tree.nodes()
+            for node in self._named(salt).tree.nodes()
             if not node.children
         }
 
@@ -80,13 +169,25 @@ class Cache:
         """How many pages are in each state, where there are some."""
         return {name: count for name, count in self.arena.pool.counts().items() if count}
 
+    def _named(self, salt: str) -> Namespace:
+        spaces = self.state.namespaces.values()
+        return next((one for one in spaces if one.salt == salt), None) or self.tenant(salt)
+
 
 def freed(plan: Plan) -> list[int]:
     return [page for step in plan if isinstance(step, Freed) for page in step.pages.tolist()]
 
 
+def kinds(plan: Plan) -> list[type]:
+    return [type(step) for step in plan]
+
+
 def committed(plan: Plan) -> list[Committed]:
     return [step for step in plan if isinstance(step, Committed)]
+
+
+def backing(plan: Plan) -> list[Run]:
+    return [step.run for step in plan if isinstance(step, Back)]
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ NAMESPACE = Cache().namespace
 def grant(table: LeaseTable, session: int, lease_id: int) -> Lease:
     slot, generation = table.take_slot()
     root = NAMESPACE.tree.root
-    lease = Lease(session, lease_id, NAMESPACE, b"", root, 0, 0, slot, generation)
+    lease = Lease(
+        session, lease_id, NAMESPACE, b"", root, 0, 0, slot, generation, drops=0, since=0.0
+    )
     table.add(lease)
     return lease
 

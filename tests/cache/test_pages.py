@@ -62,6 +62,33 @@ def test_extents_that_are_all_backed_are_none_to_begin() -> None:
     assert backed_pool(64).begin_backing(1) == []
 
 
+def test_the_last_extents_that_are_all_free_lose_their_memory() -> None:
+    pool = backed_pool(96)
+    pool.take(3)
+    assert pool.unback(2) == [Run(64, 32)]
+    assert (pool.num_free, pool.num_backed, pool.num_held) == (61, 64, 3)
+    assert pool.unback(9) == [Run(16, 48)]
+    assert pool.num_whole_groups == 0
+    assert pool.begin_backing(9) == [Run(16, 80)]
+    pool.check()
+
+
+def test_an_extent_with_a_page_that_somebody_has_keeps_its_memory() -> None:
+    pool = backed_pool(48)
+    give_back(pool, pool.take(48)[1:].tolist())
+    assert pool.unback(3) == [Run(16, 32)]
+    assert pool.unback(3) == []
+    pool.check()
+
+
+def test_an_extent_on_its_way_is_not_taken_back() -> None:
+    pool = PagePool(32, 16)
+    pool.begin_backing(2)
+    pool.end_backing(Run(0, 16), backed=True)
+    assert pool.unback(2) == [Run(0, 16)]
+    assert pool.num_held == 0
+
+
 @pytest.mark.parametrize(("num_pages", "extent_pages"), [(40, 16), (48, 24), (48, 8)])
 def test_extents_are_whole_groups_and_pools_whole_extents(
     num_pages: int, extent_pages: int
@@ -189,18 +216,27 @@ def test_a_page_freed_twice_is_seen() -> None:
         pool.free(pages)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=30))
-def test_any_turns_of_take_and_free_keep_the_books(turns: list[tuple[bool, int]]) -> None:
+some_turns = st.tuples(st.sampled_from(["take", "free", "unback", "back"]), st.integers(1, 40))
+
+
+@given(st.lists(some_turns, max_size=30))
+def test_any_turns_keep_the_books(turns: list[tuple[str, int]]) -> None:
     pool = backed_pool(96)
     taken: list[int] = []
-    for take, count in turns:
-        if take:
-            pages = pool.take(min(count, pool.num_free)).tolist()
-            assert not set(pages) & set(taken)
-            taken += pages
-        else:
-            give_back(pool, taken[:count])
-            taken = taken[count:]
+    for turn, count in turns:
+        match turn:
+            case "take":
+                pages = pool.take(min(count, pool.num_free)).tolist()
+                assert not set(pages) & set(taken)
+                taken += pages
+            case "free":
+                give_back(pool, taken[:count])
+                taken = taken[count:]
+            case "unback":
+                pool.unback(count)
+            case "back":
+                for run in pool.begin_backing(count):
+                    pool.end_backing(run, backed=True)
         pool.check()
-        assert pool.num_free == 96 - len(taken)
+        assert pool.num_held == len(taken)
     assert pages_of(runs_of(taken)).tolist() == taken

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvd.cache.policy import Lru
 from kvd.cache.radix import Node, Tree
+from kvd.protocol.codec import TOKEN_BYTES
 
 
 def nodes(*lengths: int) -> list[Node]:
-    tree = Tree(1, Lru())
+    tree = Tree(1, TOKEN_BYTES, Lru())
     return [Node(tree, bytes(4 * length), range(length)) for length in lengths]
 
 

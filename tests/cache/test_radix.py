@@ -7,6 +7,7 @@ import pytest
 
 from kvd.cache.policy import Lru
 from kvd.cache.radix import Node, Tree
+from kvd.protocol.codec import TOKEN_BYTES
 
 BLOCK = 4
 
@@ -25,7 +26,7 @@ class Grown:
 
     def __init__(self) -> None:
         self.lru = Lru()
-        self.tree = Tree(BLOCK, self.lru)
+        self.tree = Tree(BLOCK, TOKEN_BYTES, self.lru)
         self.touches = 0
         self.next_page = 0
 
@@ -328,3 +329,118 @@ def test_a_tree_whose_blocks_are_all_gone_is_empty(grown: Grown) -> None:
     assert sorted(pages) == list(range(7))
     assert grown.shape() == set()
     assert grown.lru.num_blocks == 0
+
+
+# --- a part of a path ---
+
+
+@pytest.mark.parametrize("num_blocks", range(6))
+def test_a_path_has_a_node_at_every_block(grown: Grown, num_blocks: int) -> None:
+    grown.grow("ab")
+    end = grown.grow("abcde")
+    node = grown.tree.node_at(end, num_blocks)
+    assert node.path_pages().tolist() == list(range(num_blocks))
+    assert end.path_pages().tolist() == list(range(5))
+
+
+def test_the_end_of_a_path_is_unlocked_alone(grown: Grown) -> None:
+    end = grown.grow("abcde")
+    kept = grown.tree.node_at(end, 2)
+    grown.tree.unlock(end, 1, above=kept)
+    assert (kept.locks, end.locks) == (1, 0)
+    assert grown.lru.num_blocks == 3
+    grown.let_go(kept)
+    assert grown.lru.num_blocks == 5
+
+
+# --- the tail ---
+
+
+def tail(grown: Grown, end: Node, *tokens: int) -> tuple[str, int] | None:
+    if found := grown.tree.find_tail(end, packed(*tokens)):
+        place, num_tokens = found
+        return chr(int(np.frombuffer(place.node.tokens, "<u4")[0])), num_tokens
+    return None
+
+
+def test_the_tail_is_found_among_the_children(grown: Grown) -> None:
+    for text in ("ra", "rb", "rc"):
+        grown.put(text)
+    end = grown.grow("r")
+    a, b = ord("a"), ord("b")
+    assert tail(grown, end, b, b, b, a) == ("b", 3)
+    assert tail(grown, end, b, b, b + 1, b) == ("b", 2)
+    assert tail(grown, end, a, a, 0, 0) == ("a", 2)
+    assert tail(grown, end, a) == ("a", 1)
+    assert tail(grown, end, 0, a, a, a) is None
+
+
+def test_nothing_and_a_leaf_have_no_tail(grown: Grown) -> None:
+    end = grown.grow("r")
+    assert tail(grown, end, 1) is None
+    assert tail(grown, grown.tree.root) is None
+
+
+# --- detach ---
+
+
+def test_an_unlocked_end_is_free_at_once(grown: Grown) -> None:
+    grown.put("abcd")
+    grown.put("abxy")
+    found = grown.tree.find(blocks("ab"))
+    gone = grown.tree.detach(found.node, keep=1)
+    assert (sorted(gone.free.tolist()), gone.held.tolist()) == ([1, 2, 3, 4, 5], [])
+    assert (grown.shape(), grown.lru.num_blocks) == ({"a"}, 1)
+
+
+def test_a_descendant_is_free_before_its_parent(grown: Grown) -> None:
+    for text in ("abcd", "abxy", "abxz"):
+        grown.put(text)
+    pages = grown.tree.detach(grown.tree.root).free.tolist()
+    assert pages.index(3) < pages.index(2) < pages.index(1) < pages.index(0)
+    assert pages.index(5) < pages.index(4) < pages.index(1)
+    assert pages.index(6) < pages.index(4)
+
+
+def test_a_locked_end_is_held_and_found_no_more(grown: Grown) -> None:
+    end = grown.grow("abcd")
+    gone = grown.tree.detach(end, keep=1)
+    assert (gone.free.tolist(), gone.held.tolist()) == ([], [3, 2, 1])
+    assert end.detached
+    assert grown.shape() == {"a"}
+    assert end.path_pages().tolist() == [0, 1, 2, 3]
+
+
+def test_detached_blocks_are_gone_with_the_last_who_holds_them(grown: Grown) -> None:
+    one, other = grown.grow("ab"), grown.grow("abcd")
+    grown.tree.detach(grown.tree.root)
+    assert (grown.tree.num_blocks, grown.tree.num_nodes) == (0, 0)
+    assert grown.tree.unlock(one, 1).tolist() == []
+    assert grown.tree.unlock(other, 2).tolist() == [3, 2, 1, 0]
+    assert grown.lru.num_blocks == 0
+
+
+def test_a_second_detachment_above_takes_what_is_left(grown: Grown) -> None:
+    end = grown.grow("abcd")
+    grown.tree.detach(end, keep=2)
+    (upper,) = grown.tree.root.children
+    assert grown.tree.detach(upper).held.tolist() == [1, 0]
+    assert grown.tree.unlock(end, 1).tolist() == [3, 2, 1, 0]
+
+
+def test_what_grows_in_the_place_of_a_detached_node_is_another(grown: Grown) -> None:
+    old = grown.grow("abc")
+    grown.tree.detach(old, keep=1)
+    new = grown.grow("abc")
+    assert new.path_pages().tolist() == [0, 3, 4]
+    assert grown.tree.unlock(old, 1).tolist() == [2, 1]
+    assert grown.shape() == {"a", "a|bc"}
+
+
+def test_a_detached_path_may_be_split_and_let_go_from_its_end(grown: Grown) -> None:
+    end = grown.grow("abcd")
+    grown.tree.detach(grown.tree.root)
+    kept = grown.tree.node_at(end, 2)
+    assert grown.tree.unlock(end, 1, above=kept).tolist() == [3, 2]
+    assert (kept.detached, grown.tree.num_nodes) == (True, 0)
+    assert grown.tree.unlock(kept, 2).tolist() == [1, 0]

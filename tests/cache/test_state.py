@@ -8,28 +8,27 @@ import numpy as np
 import pytest
 
 from kvd.arena.header import SharedHeader, create_header
-from kvd.arena.page_table import PageState
-from kvd.cache.state import (
-    CacheState,
+from kvd.cache.audit import check
+from kvd.cache.plan import (
     Committed,
+    DropAnswer,
     Ended,
     Freed,
     Granted,
+    Pinned,
     Plan,
     Quarantined,
+    Removed,
     Reserved,
     Short,
 )
-from kvd.protocol.errors import BadRequest, KvdError, LeaseEnded, LimitExceeded
-from kvd.protocol.keys import Identity
+from kvd.cache.plan import Dropped as DroppedStep
+from kvd.cache.rows import EXTRA_BYTES, rows_of
+from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded
 from kvd.protocol.layout import Layout
-from kvd.protocol.messages import Run
-from tests.cache.conftest import EXTENT, LAYOUT, Cache, committed, freed, packed
-
-
-def kinds(plan: Plan) -> list[type]:
-    return [type(step) for step in plan]
-
+from kvd.protocol.messages import Run, Tail
+from tests.cache.conftest import EXTENT, FOURS, LAYOUT, Cache, committed, freed, kinds, packed
 
 # --- namespaces and arenas ---
 
@@ -50,7 +49,122 @@ def test_an_arena_is_found_by_its_layout(cache: Cache) -> None:
     other = Layout(2, 1, 2, "float16", block_size=1)
     assert cache.state.find_arena(LAYOUT) is cache.arena
     assert cache.state.find_arena(other) is None
-    assert cache.state.add_arena(other, 16, 16) is cache.state.find_arena(other)
+    assert cache.add_arena(other, 16) is cache.state.find_arena(other)
+
+
+def test_a_namespace_with_extras_has_wider_rows(cache: Cache) -> None:
+    space = cache.tenant("images", extras=True)
+    assert space.tree.row_bytes == TOKEN_BYTES + EXTRA_BYTES
+    assert cache.namespace.tree.row_bytes == TOKEN_BYTES
+
+
+def test_equal_ids_with_other_digests_never_meet(cache: Cache) -> None:
+    space = cache.tenant("images", extras=True)
+    cat, dog = (
+        rows_of(packed("ab"), ((1, bytes([image]) * 32),), 0, space.tree.row_bytes)
+        for image in (1, 2)
+    )
+    lease = cache.state.match(1, 1, space, cat).lease
+    answer = cache.state.commit(lease, 0, np.array(cache.reserve(lease, 2)), cat)
+    assert [step.tokens for step in committed(answer.plan)] == [packed("ab")]
+    assert cache.state.match(1, 2, space, dog).lease.num_matched == 1
+    assert cache.state.match(1, 3, space, cat).lease.num_matched == 2
+
+
+def test_guarantees_beyond_the_capacity_are_refused(cache: Cache) -> None:
+    cache.tenant("mine", guaranteed_bytes=60)
+    with pytest.raises(LimitExceeded, match="quotas"):
+        cache.tenant("yours", guaranteed_bytes=8)
+    cache.tenant("theirs", guaranteed_bytes=4)
+
+
+def test_a_closed_namespace_keeps_its_blocks_and_ends_its_leases(cache: Cache) -> None:
+    lease, other = cache.hold("abc"), cache.match("x", salt="other")
+    pages = cache.reserve(lease, 2)
+    plan = cache.state.close_namespace(1, cache.namespace)
+    assert (kinds(plan), freed(plan)) == ([Ended, Freed], pages)
+    assert cache.state.leases.of_session(1) == [other]
+    assert cache.texts() == {"abc"}
+    assert cache.namespace.sessions == set()
+
+
+# --- place for others ---
+
+
+def closed(cache: Cache, *salts: str) -> None:
+    for salt in salts:
+        space = next(one for one in cache.state.namespaces.values() if one.salt == salt)
+        cache.state.close_namespace(1, space)
+
+
+def test_there_is_place_up_to_the_limit() -> None:
+    cache = Cache(namespaces=2)
+    assert cache.state.make_place(for_arena=True) == []
+
+
+def test_the_idle_namespace_that_is_coldest_makes_place() -> None:
+    cache = Cache(namespaces=3)
+    for text, salt in (("abc", ""), ("xy", "cold"), ("abc", "open")):
+        cache.fill(text, salt)
+    cache.release(cache.match("a"))
+    closed(cache, "", "cold")
+    assert len(freed(cache.state.make_place(for_arena=False))) == 2
+    assert {space.salt for space in cache.state.namespaces.values()} == {"", "open"}
+    check(cache.state)
+
+
+@pytest.mark.parametrize("held", ["open", "pinned"])
+def test_a_namespace_in_use_makes_no_place(held: str) -> None:
+    cache = Cache(namespaces=1)
+    cache.fill("abc")
+    if held == "pinned":
+        cache.pin("a")
+        closed(cache, "")
+    with pytest.raises(LimitExceeded, match="all 1 namespaces"):
+        cache.state.make_place(for_arena=False)
+    assert cache.texts() == {"abc"}
+
+
+def test_a_namespace_that_made_place_is_made_anew() -> None:
+    cache = Cache(namespaces=1)
+    cache.fill("abc")
+    closed(cache, "")
+    cache.state.make_place(for_arena=False)
+    assert cache.tenant("").id != cache.namespace.id
+    assert cache.match("abc").num_matched == 0
+
+
+def test_an_unused_layout_makes_place_with_its_namespaces() -> None:
+    cache = Cache(32, layouts=2)
+    wide = cache.add_wide(16, backed=False)
+    cache.fill("abc")
+    closed(cache, "")
+    plan = cache.state.make_place(for_arena=True)
+    assert kinds(plan) == [Freed, Removed]
+    assert list(cache.memory.arenas.values()) == [wide]
+    assert {space.salt for space in cache.state.namespaces.values()} == {"wide"}
+
+
+@pytest.mark.parametrize("held", ["quarantined", "on its way"])
+def test_a_layout_whose_memory_is_in_use_makes_no_place(held: str) -> None:
+    cache = Cache(32, layouts=1, backed=held != "on its way")
+    if held == "quarantined":
+        cache.reserve(cache.match("a"), 1)
+        cache.state.end_session(1)
+    else:
+        cache.begin_backing(1)
+        closed(cache, "")
+    with pytest.raises(LimitExceeded, match="all 1 layouts"):
+        cache.state.make_place(for_arena=True)
+
+
+def test_where_no_place_can_be_made_nothing_goes() -> None:
+    cache = Cache(32, namespaces=2, layouts=1)
+    cache.fill("abc", salt="idle")
+    closed(cache, "idle")
+    with pytest.raises(LimitExceeded, match="all 1 layouts"):
+        cache.state.make_place(for_arena=True)
+    assert cache.texts("idle") == {"abc"}
 
 
 # --- match ---
@@ -111,7 +225,7 @@ def test_a_match_after_its_release_is_refused(cache: Cache) -> None:
 
 
 def test_a_session_has_a_bound_of_leases() -> None:
-    cache = Cache(max_session_leases=2)
+    cache = Cache(session_leases=2)
     for lease in (1, 2):
         cache.match("a", lease=lease)
     with pytest.raises(LimitExceeded, match="2"):
@@ -130,6 +244,142 @@ def test_a_match_counts_what_it_found(cache: Cache) -> None:
     cache.match("x", lease=2)
     expected = {"matches": 2, "match_hits": 1, "match_misses": 1, "tokens_requested": 5}
     assert cache.state.counters == expected | {"tokens_matched": 3}
+
+
+# --- the exact tail ---
+
+
+@pytest.fixture
+def fours() -> Cache:
+    """Blocks of four letters."""
+    return Cache(layout=FOURS)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 4))
+def test_a_tail_is_leased_to_the_token(fours: Cache, num_tokens: int) -> None:
+    page = fours.hold("abcdefgh").granted[1]
+    text = "abcd" + "efgh"[:num_tokens] + "????"
+    lease = fours.match(text, exact_tail=True)
+    assert (lease.num_matched, lease.tail) == (1, Tail(page, num_tokens))
+    assert fours.state.counters["tokens_matched"] == 4 + num_tokens
+
+
+def test_a_tail_may_be_all_that_is_asked_for(fours: Cache) -> None:
+    page = fours.hold("abcd").granted[0]
+    assert fours.match("abc", exact_tail=True).tail == Tail(page, 3)
+    assert fours.match("abc").tail is None
+
+
+@pytest.mark.parametrize("text", ["abcd", "abcdXfgh", "", "Xbcd"])
+def test_where_no_token_agrees_there_is_no_tail(fours: Cache, text: str) -> None:
+    fours.fill("abcdefgh")
+    assert fours.match(text, exact_tail=True).tail is None
+
+
+def test_the_tail_is_the_block_that_agrees_longest(fours: Cache) -> None:
+    for text in ("abcd", "abxx", "azzz", "bbbb", "aaaa"):
+        fours.fill(text)
+    for text, num_tokens in (("abc?", 3), ("abx?", 3), ("ab??", 2), ("az??", 2), ("a???", 1)):
+        tail = fours.match(text, exact_tail=True).tail
+        assert tail
+        assert tail.num_tokens == num_tokens
+
+
+def test_a_tail_is_one_block_of_a_longer_node(fours: Cache) -> None:
+    fours.fill("abcdefghijkl")
+    lease = fours.match("abcde???", exact_tail=True)
+    fours.reserve(fours.match("?"), 14)
+    assert fours.texts() == {"abcdefgh"}
+    assert lease.tail_node
+    assert lease.tail_node.num_blocks == 1
+
+
+@pytest.mark.parametrize("end", ["commit", "release", "keep", "session"])
+def test_a_tail_is_held_until_the_commit_or_the_end(fours: Cache, end: str) -> None:
+    fours.fill("abcdefgh")
+    lease = fours.match("abcdef??", exact_tail=True)
+    assert fours.namespace.lru.num_blocks == 0
+    match end:
+        case "commit":
+            fours.commit(lease, "ef??")
+        case "release":
+            fours.release(lease)
+        case "keep":
+            fours.state.keep(lease, 1)
+        case "session":
+            fours.state.end_session(1)
+    assert lease.tail is None
+    assert fours.namespace.lru.num_blocks >= 1
+    check(fours.state)
+
+
+def test_the_same_match_gets_its_tail_again(fours: Cache) -> None:
+    fours.fill("abcd")
+    first = fours.match("abc", lease=7, exact_tail=True)
+    again = fours.state.match(1, 7, fours.namespace, packed("abc"), exact_tail=True)
+    assert (again.lease, again.tail) == (first, first.tail)
+    assert fours.state.match(1, 7, fours.namespace, packed("abc")).tail is None
+
+
+# --- fork ---
+
+
+def test_a_fork_holds_what_its_source_holds(cache: Cache) -> None:
+    source = cache.hold("abc")
+    answer = cache.state.fork(1, 7, source)
+    cache.release(source)
+    assert cache.namespace.lru.num_blocks == 0
+    assert [run.count for run in answer.runs] == [3]
+    assert cache.commit(answer.lease, "de")
+    assert cache.texts() == {"abcde"}
+
+
+def test_a_fork_has_no_reserved_page_of_its_source(cache: Cache) -> None:
+    source = cache.hold("abc")
+    cache.reserve(source, 2)
+    fork = cache.fork(source)
+    assert (fork.reserved, len(fork.granted)) == (set(), 0)
+
+
+def test_the_same_fork_gets_the_first_answer(cache: Cache) -> None:
+    source = cache.hold("abc")
+    first = cache.fork(source, lease=7)
+    cache.commit(source, "d")
+    again = cache.state.fork(1, 7, source)
+    assert again.lease is first
+    assert sum(run.count for run in again.runs) == 3
+
+
+def test_a_fork_in_the_place_of_a_lease_ends_it(cache: Cache) -> None:
+    source, other = cache.hold("abc"), cache.match("x", lease=7)
+    answer = cache.state.fork(1, 7, source)
+    assert answer.plan == [Ended(other.slot, other.generation + 1)]
+    assert cache.state.leases.of_session(1) == [source, answer.lease]
+
+
+def test_a_fork_onto_its_source_is_refused(cache: Cache) -> None:
+    source = cache.hold("abc")
+    cache.state.drop(cache.namespace, b"")
+    with pytest.raises(BadRequest, match="itself"):
+        cache.state.fork(1, source.id, source)
+    assert cache.counts() == {"free": 13, "detached": 3}
+
+
+def test_a_fork_after_its_release_is_refused(cache: Cache) -> None:
+    source = cache.hold("abc")
+    cache.state.release(1, 7)
+    with pytest.raises(LeaseEnded):
+        cache.fork(source, lease=7)
+
+
+def test_a_fork_is_as_old_as_its_source(cache: Cache) -> None:
+    source = cache.hold("ab")
+    cache.state.drop(cache.namespace, b"")
+    fork = cache.fork(source)
+    cache.release(source)
+    assert cache.counts() == {"free": 14, "detached": 2}
+    with pytest.raises(Dropped):
+        cache.commit(fork, "c")
 
 
 # --- reserve ---
@@ -172,6 +422,12 @@ def test_a_reserve_from_beyond_what_was_granted_is_refused(cache: Cache) -> None
         cache.state.reserve(lease, 4, 5)
 
 
+def test_a_reserve_of_nothing_notes_nothing(cache: Cache) -> None:
+    answer = cache.state.reserve(cache.match("abc"), 0, 0)
+    assert isinstance(answer, Granted)
+    assert (answer.pages.tolist(), answer.plan) == ([], [])
+
+
 def test_pages_ahead_come_along_when_they_are_there(cache: Cache) -> None:
     lease = cache.match("abc")
     answer = cache.state.reserve(lease, 0, 3, 10)
@@ -192,145 +448,41 @@ def test_pages_ahead_that_are_not_there_hinder_nothing(cache: Cache) -> None:
 def test_pages_ahead_are_not_waited_for() -> None:
     """One page is free and one is wanted: memory for those ahead may come later."""
     cache = Cache(num_pages=32, backed=False)
-    (run,) = cache.state.begin_backing(cache.arena, EXTENT)
-    cache.state.end_backing(cache.arena, run, backed=True)
+    cache.back(EXTENT)
     cache.hold("abcdefghijklmno")
     answer = cache.state.reserve(cache.match("x"), 0, 1, 15)
     assert isinstance(answer, Granted)
 
 
-def test_a_reserve_asks_for_memory_before_it_evicts() -> None:
-    cache = Cache(num_pages=48, backed=False)
-    lease = cache.match("abc")
-    answer = cache.state.reserve(lease, 0, 17)
-    assert isinstance(answer, Short)
-    assert answer.backing == [Run(0, 32)]
-    assert cache.counts() == {"unbacked": 48}
-    plan = cache.state.end_backing(cache.arena, Run(0, 32), backed=True)
-    assert freed(plan) == list(range(32))
-    assert len(cache.reserve(lease, 17)) == 17
+def test_a_session_has_a_bound_of_uncommitted_pages() -> None:
+    cache = Cache(session_reserved_fraction=0.5)
+    lease = cache.match("abcd")
+    pages = cache.reserve(lease, 6)
+    with pytest.raises(LimitExceeded, match="commit or release"):
+        cache.state.reserve(cache.match("x"), 0, 3)
+    cache.reserve(cache.match("y", session=2), 3)
+    cache.commit(lease, "abcd", pages[:4])
+    assert len(cache.reserve(lease, 6)) == 6
+    cache.release(lease)
+    assert len(cache.reserve(cache.match("x"), 8)) == 8
 
 
-def test_memory_on_its_way_is_not_asked_for_twice() -> None:
-    cache = Cache(num_pages=48, backed=False)
-    first, second = cache.match("a"), cache.match("b")
-    assert isinstance(answer := cache.state.reserve(first, 0, 1), Short)
-    assert answer.backing == [Run(0, 16)]
-    assert isinstance(answer := cache.state.reserve(second, 0, 1), Short)
-    assert answer.backing == []
-
-
-def test_memory_on_its_way_is_waited_for_before_anything_is_evicted() -> None:
-    cache = Cache(num_pages=32, backed=False)
-    cache.state.begin_backing(cache.arena, 16)
-    cache.state.end_backing(cache.arena, Run(0, 16), backed=True)
-    cache.fill("abcdefghijklmnop")
-    cache.state.begin_backing(cache.arena, 16)
-    lease = cache.match("x")
-    assert isinstance(cache.state.reserve(lease, 0, 4), Short)
-    assert cache.texts() == {"abcdefghijklmnop"}
-    cache.state.end_backing(cache.arena, Run(16, 16), backed=False)
-    cache.state.may_back = False
-    assert len(cache.reserve(lease, 4)) == 4
-    assert cache.texts() == {"abcdefghijkl"}
-
-
-def test_memory_stops_at_the_capacity_of_the_tier() -> None:
-    cache = Cache(num_pages=48, backed=False)
-    cache.state.capacity_bytes = 35 * LAYOUT.page_bytes
-    lease = cache.match("abc")
-    assert isinstance(answer := cache.state.reserve(lease, 0, 48), Short)
-    assert answer.backing == [Run(0, 32)]
-    cache.state.end_backing(cache.arena, Run(0, 32), backed=True)
-    assert isinstance(answer := cache.state.reserve(lease, 0, 48), Short)
-    assert answer.backing == []
-
-
-def test_layouts_share_the_capacity_of_the_tier() -> None:
-    cache = Cache(num_pages=32, backed=False)
-    cache.state.begin_backing(cache.arena, 16)
-    other = cache.state.add_arena(Layout(2, 1, 2, "float16", block_size=1, num_planes=1), 32, 16)
-    assert cache.state.begin_backing(other, 32) == []
-    cache.state.capacity_bytes = 16 * LAYOUT.page_bytes + 16 * other.layout.page_bytes
-    assert cache.state.begin_backing(other, 32) == [Run(0, 16)]
-
-
-def test_memory_that_could_not_be_had_is_as_if_never_asked_for() -> None:
-    cache = Cache(num_pages=32, backed=False)
-    assert cache.state.begin_backing(cache.arena, 32) == [Run(0, 32)]
-    assert cache.state.end_backing(cache.arena, Run(16, 16), backed=True)
-    assert cache.state.end_backing(cache.arena, Run(0, 16), backed=False) == []
-    assert cache.counts() == {"unbacked": 16, "free": 16}
-    assert cache.state.begin_backing(cache.arena, 32) == [Run(0, 16)]
-
-
-def test_a_reserve_evicts_where_no_memory_may_be_asked_for() -> None:
-    cache = Cache(num_pages=32, backed=False)
-    cache.state.begin_backing(cache.arena, 16)
-    cache.state.end_backing(cache.arena, Run(0, 16), backed=True)
-    cache.fill("abcdefghijklmnop")
-    cache.state.may_back = False
-    assert len(cache.reserve(cache.match("x"), 4)) == 4
-    assert cache.texts() == {"abcdefghijkl"}
-
-
-def test_a_reserve_evicts_the_least_recent_blocks_from_their_end(cache: Cache) -> None:
-    cache.fill("abcdefgh")
-    cache.fill("rstuvwxy")
-    cache.release(cache.match("abc"))
-    answer = cache.state.reserve(cache.match("?"), 0, 9)
+def test_pages_ahead_stop_at_the_bound_of_a_session() -> None:
+    cache = Cache(session_reserved_fraction=0.5)
+    answer = cache.state.reserve(cache.match("x"), 0, 2, ahead=16)
     assert isinstance(answer, Granted)
-    assert kinds(answer.plan) == [Freed, Reserved]
-    assert cache.texts() == {"abc", "rstu"}
-    assert cache.state.counters["blocks_evicted"] == 9
+    assert len(answer.pages) == 8
 
 
-def test_a_touch_of_the_end_keeps_the_whole_path(cache: Cache) -> None:
-    cache.fill("abcd")
-    cache.fill("wxyz")
-    cache.release(cache.match("abcd"))
-    cache.reserve(cache.match("?"), 12)
-    assert cache.texts() == {"abcd"}
-
-
-def test_a_parent_does_not_go_before_its_children(cache: Cache) -> None:
-    for text in ("abcdxy", "abcd", "ab"):
-        cache.fill(text)
-    answer = cache.state.reserve(cache.match("?"), 0, 16)
-    assert isinstance(answer, Granted)
-    assert len(freed(answer.plan)) == 6
-    assert cache.texts() == set()
-
-
-def test_a_leased_block_is_never_evicted(cache: Cache) -> None:
-    cache.fill("abcdefgh")
-    cache.match("abcd")
-    assert isinstance(cache.state.reserve(cache.match("?"), 0, 13), Short)
-    cache.reserve(cache.match("?"), 12)
-    assert cache.texts() == {"abcd"}
-
-
-def test_a_reserve_that_falls_short_evicts_nothing_and_says_why(cache: Cache) -> None:
-    cache.hold("abc")
-    cache.fill("xy")
-    cache.reserve(cache.match("r"), 4)
-    cache.reserve(cache.match("q", session=2), 2)
-    cache.state.end_session(2)
-    answer = cache.state.reserve(cache.match("?"), 0, 8)
+def test_waiting_is_in_vain_where_nobody_else_has_a_page(cache: Cache) -> None:
+    lease = cache.hold("abc")
+    answer = cache.state.reserve(lease, 3, 17)
     assert isinstance(answer, Short)
-    short = answer.shortage
-    assert (answer.backing, short.num_wanted, short.num_free) == ([], 8, 5)
-    assert (short.num_locked, short.num_reserved, short.num_quarantined) == (3, 4, 2)
-    assert short.num_pages == 16
-    assert cache.texts() == {"abc", "xy"}
-
-
-def test_a_reserve_of_more_pages_than_there_are_takes_no_memory() -> None:
-    cache = Cache(num_pages=32, backed=False)
-    answer = cache.state.reserve(cache.match("?"), 0, 33)
+    assert answer.hopeless
+    cache.hold("xyz", session=2)
+    answer = cache.state.reserve(lease, 3, 14)
     assert isinstance(answer, Short)
-    assert answer.backing == []
-    assert cache.arena.pool.num_backed == 0
+    assert not answer.hopeless
 
 
 def test_a_reserve_repeated_after_an_abort_grants_no_page_of_another(cache: Cache) -> None:
@@ -446,7 +598,7 @@ def test_a_commit_that_leaves_a_gap_is_refused(cache: Cache) -> None:
 def test_a_commit_needs_the_tokens_of_whole_blocks(cache: Cache, text: str) -> None:
     lease = cache.match("ab")
     pages = cache.reserve(lease, 2)
-    with pytest.raises(BadRequest, match="2 whole blocks"):
+    with pytest.raises(BadRequest, match="whole blocks"):
         cache.state.commit(lease, 0, np.array(pages), packed(text))
 
 
@@ -559,6 +711,228 @@ def note_ends(header: SharedHeader, plan: Plan) -> None:
         header.set_generation(step.slot, step.generation)
 
 
+# --- keep ---
+
+
+def test_what_is_not_kept_may_be_evicted(cache: Cache) -> None:
+    lease = cache.hold("abcdef")
+    cache.state.keep(lease, 2)
+    assert (lease.num_blocks, lease.num_matched) == (2, 0)
+    cache.reserve(cache.match("?"), 14)
+    assert cache.texts() == {"ab"}
+
+
+def test_a_lease_that_keeps_blocks_gives_its_pages_back(cache: Cache) -> None:
+    lease = cache.hold("abc")
+    pages = cache.reserve(lease, 3)
+    assert freed(cache.state.keep(lease, 9)) == pages
+    assert (lease.num_blocks, len(lease.granted)) == (3, 0)
+
+
+def test_a_lease_may_keep_nothing(cache: Cache) -> None:
+    lease = cache.hold("abc")
+    cache.state.keep(lease, 0)
+    assert lease.node is cache.namespace.tree.root
+    assert cache.namespace.lru.num_blocks == 3
+    cache.commit(lease, "xyz")
+    assert cache.texts() == {"abc", "xyz"}
+
+
+def test_a_lease_goes_on_from_what_it_keeps(cache: Cache) -> None:
+    lease, other = cache.hold("abcd"), cache.hold("abcd")
+    cache.state.keep(lease, 1)
+    cache.commit(lease, "xy")
+    cache.release(other)
+    assert (lease.num_blocks, cache.texts()) == (3, {"abcd", "axy"})
+    check(cache.state)
+
+
+def test_a_lease_that_kept_blocks_is_not_its_match_any_more(cache: Cache) -> None:
+    cache.fill("abcd")
+    lease = cache.match("abcd", lease=7)
+    cache.state.keep(lease, 1)
+    assert cache.match("abcd", lease=7).num_matched == 4
+
+
+# --- pins ---
+
+
+def test_a_pinned_block_is_not_evicted(cache: Cache) -> None:
+    cache.fill("abcdef")
+    answer = cache.state.pin("me", cache.namespace, packed("abcx"), 10, 0)
+    assert (answer.num_blocks, answer.plan) == (3, [])
+    cache.reserve(cache.match("?"), 13)
+    assert cache.texts() == {"abc"}
+
+
+def test_a_pin_ends_with_its_time_and_not_before(cache: Cache) -> None:
+    cache.fill("abc")
+    cache.pin("abc", seconds=10, now=100)
+    cache.state.expire(109.9)
+    assert (cache.namespace.lru.num_blocks, cache.state.pins.next_expiry()) == (0, 110)
+    cache.state.expire(110)
+    assert (cache.namespace.lru.num_blocks, cache.state.pins.next_expiry()) == (3, None)
+    assert cache.state.counters["pins_expired"] == 1
+
+
+def test_a_pin_is_renewed_by_its_owner(cache: Cache) -> None:
+    cache.fill("ab")
+    number = cache.pin("abcd", seconds=10)
+    cache.fill("abc")
+    assert cache.pin("abcd", seconds=30) == number
+    cache.state.expire(20)
+    assert [pin.num_blocks for pin in cache.state.pins] == [3]
+    assert cache.pin("abcd", owner="you") != number
+
+
+def test_what_is_not_there_is_not_pinned(cache: Cache) -> None:
+    assert cache.state.pin("me", cache.namespace, packed("abc"), 10, 0) == Pinned(0, 0, [])
+    assert len(cache.state.pins) == 0
+
+
+def test_an_owner_unpins_its_own(cache: Cache) -> None:
+    cache.fill("abc")
+    one, other = cache.pin("a"), cache.pin("ab")
+    theirs = cache.pin("abc", owner="you")
+    assert cache.state.unpin("me", (one, theirs))[0] == 1
+    assert [pin.id for pin in cache.state.pins] == [other, theirs]
+    assert cache.state.unpin("me")[0] == 1
+    assert [pin.id for pin in cache.state.pins] == [theirs]
+
+
+def test_a_pin_beyond_a_quota_changes_nothing(cache: Cache) -> None:
+    cache.fill("abcdef")
+    cache.pin("abc")
+    with pytest.raises(LimitExceeded, match="me"):
+        cache.pin("abcdef")
+    assert [pin.num_blocks for pin in cache.state.pins] == [3]
+    check(cache.state)
+
+
+def test_a_pin_outlives_the_session(cache: Cache) -> None:
+    cache.fill("abc")
+    cache.pin("abc")
+    cache.state.end_session(1)
+    cache.reserve(cache.match("?", session=2), 13)
+    assert cache.texts() == {"abc"}
+
+
+# --- drop ---
+
+
+def test_a_dropped_block_and_all_behind_it_are_found_no_more(cache: Cache) -> None:
+    for text in ("abcd", "abxy", "r"):
+        cache.fill(text)
+    answer = cache.state.drop(cache.namespace, packed("abc"), 1)
+    assert (answer.num_blocks, answer.num_detached) == (5, 0)
+    assert len(freed(answer.plan)) == 5
+    assert cache.texts() == {"a", "r"}
+
+
+def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
+    cache.fill("abcd")
+    cache.hold("abxy")
+    answer = cache.state.drop(cache.namespace, b"")
+    assert (answer.num_blocks, answer.num_detached) == (6, 4)
+    assert kinds(answer.plan) == [Freed, DroppedStep]
+    assert cache.match("ab").num_matched == 0
+    check(cache.state)
+
+
+@pytest.mark.parametrize(("text", "from_block"), [("abc", 3), ("abcd", 3), ("abx", 2), ("x", 0)])
+def test_what_is_not_there_is_not_dropped(cache: Cache, text: str, from_block: int) -> None:
+    cache.fill("abc")
+    assert cache.state.drop(cache.namespace, packed(text), from_block) == DropAnswer(0, 0, [])
+    assert cache.texts() == {"abc"}
+
+
+def test_a_dropped_block_is_held_until_its_last_lease_ends(cache: Cache) -> None:
+    one, other = cache.hold("abc"), cache.hold("abcd")
+    cache.state.drop(cache.namespace, packed("abc"), 1)
+    assert cache.counts() == {"free": 12, "committed": 1, "detached": 3}
+    assert freed(cache.release(one)) == []
+    pages = other.node.path_pages().tolist()
+    assert freed(cache.release(other)) == pages[:0:-1]
+    assert (cache.texts(), cache.counts()) == ({"a"}, {"free": 15, "committed": 1})
+
+
+def test_what_was_dropped_may_be_computed_again_beside_it(cache: Cache) -> None:
+    old = cache.hold("abc")
+    cache.state.drop(cache.namespace, packed("abc"), 1)
+    new = cache.hold("abc")
+    assert new.node.path_pages().tolist()[1:] != old.node.path_pages().tolist()[1:]
+    cache.release(old)
+    assert (cache.texts(), cache.counts()) == ({"abc"}, {"free": 13, "committed": 3})
+
+
+def test_a_second_drop_above_a_dropped_block_does_no_harm(cache: Cache) -> None:
+    lease = cache.hold("abcd")
+    pages = lease.node.path_pages().tolist()
+    cache.state.drop(cache.namespace, packed("abcd"), 2)
+    answer = cache.state.drop(cache.namespace, packed("a"))
+    assert (answer.num_blocks, answer.num_detached) == (2, 2)
+    check(cache.state)
+    assert freed(cache.release(lease)) == pages[::-1]
+
+
+@pytest.mark.parametrize("dropped", ["ab", "x", ""])
+def test_what_was_computed_before_a_drop_is_not_committed_after_it(
+    cache: Cache, dropped: str
+) -> None:
+    lease = cache.hold("a")
+    pages = cache.reserve(lease, 1)
+    cache.state.drop(cache.namespace, packed(dropped), 1)
+    with pytest.raises(Dropped):
+        cache.commit(lease, "b", pages)
+    assert lease.reserved == set(pages)
+    cache.state.abort(lease)
+    assert cache.commit(cache.match("a"), "ab"[cache.match("a").num_blocks :])
+
+
+def test_a_commit_from_before_a_drop_may_be_repeated_after_it(cache: Cache) -> None:
+    lease = cache.match("ab")
+    pages = cache.commit(lease, "ab")
+    cache.state.drop(cache.namespace, b"")
+    answer = cache.state.commit(lease, 0, np.array(pages), packed("ab"))
+    assert (answer.pages.tolist(), answer.plan) == (pages, [])
+
+
+def test_a_drop_in_one_namespace_is_none_in_another(cache: Cache) -> None:
+    lease = cache.hold("a", salt="other")
+    cache.state.drop(cache.namespace, b"")
+    assert cache.commit(lease, "b")
+
+
+def test_the_pins_of_what_is_dropped_end(cache: Cache) -> None:
+    cache.fill("abcd")
+    cache.pin("a")
+    cache.pin("abc")
+    answer = cache.state.drop(cache.namespace, packed("ab"), 1)
+    assert (answer.num_blocks, answer.num_detached) == (3, 0)
+    assert [pin.num_blocks for pin in cache.state.pins] == [1]
+    assert cache.counts() == {"free": 15, "committed": 1}
+
+
+def test_a_lease_may_keep_a_part_of_what_was_dropped(cache: Cache) -> None:
+    lease = cache.hold("abcd")
+    pages = lease.node.path_pages().tolist()
+    cache.state.drop(cache.namespace, b"")
+    assert freed(cache.state.keep(lease, 1)) == pages[:0:-1]
+    check(cache.state)
+    assert freed(cache.release(lease)) == pages[:1]
+
+
+def test_a_dropped_tail_is_held_too() -> None:
+    cache = Cache(layout=FOURS)
+    cache.fill("abcdefgh")
+    lease = cache.match("abcdef??", exact_tail=True)
+    answer = cache.state.drop(cache.namespace, packed("abcdefgh"), 1)
+    assert answer.num_detached == 1
+    tail = lease.tail
+    assert tail
+    assert freed(cache.release(lease)) == [tail.page]
+
+
 # --- ends of sessions ---
 
 
@@ -610,83 +984,6 @@ def test_other_sessions_keep_what_they_have(cache: Cache) -> None:
     assert cache.state.leases.get(1, lease.id) is lease
     assert cache.counts() == {"free": 11, "reserved": 2, "committed": 3}
     assert lease.node.locks == 1
-
-
-# --- watermarks ---
-
-
-def test_nothing_is_trimmed_up_to_the_high_watermark() -> None:
-    cache = Cache(high_watermark=0.75, low_watermark=0.5)
-    cache.fill("abcdefghijkl")
-    assert cache.state.trim() == []
-    cache.fill("x")
-    assert len(freed(cache.state.trim())) == 5
-    assert cache.counts() == {"free": 8, "committed": 8}
-    assert cache.state.trim() == []
-
-
-def test_trimming_takes_the_least_recent_first() -> None:
-    cache = Cache(high_watermark=0.75, low_watermark=0.5)
-    for text in ("abcd", "mnop", "wxyz", "!"):
-        cache.fill(text)
-    cache.release(cache.match("abcd"))
-    cache.state.trim()
-    assert cache.texts() == {"abcd", "wxy", "!"}
-
-
-def test_trimming_stops_at_what_is_locked() -> None:
-    cache = Cache(high_watermark=0.5, low_watermark=0.0)
-    cache.hold("abcdefgh")
-    cache.fill("abcdefghij")
-    assert len(freed(cache.state.trim())) == 2
-    assert cache.texts() == {"abcdefgh"}
-
-
-def test_trimming_goes_by_age_over_all_layouts() -> None:
-    state = CacheState(16 * 4 + 16 * 8, 8, high_watermark=0.5, low_watermark=0.25)
-    namespaces = []
-    for num_layers in (1, 2):  # pages of 4 bytes, and of 8
-        layout = Layout(num_layers, 1, 2, "float16", block_size=1, num_planes=1)
-        arena = state.add_arena(layout, 16, 16)
-        for run in state.begin_backing(arena, 16):
-            state.end_backing(arena, run, backed=True)
-        key = bytes([num_layers])
-        namespaces.append(state.open_namespace(key, Identity("model", "main"), "", arena))
-    for lease_id, text in enumerate(["abcde", "abcde", "vwxyz", "vwxyz"]):  # 120 of 192 bytes
-        lease = state.match(1, lease_id, namespaces[lease_id % 2], packed(text)).lease
-        answer = state.reserve(lease, 0, 5)
-        assert isinstance(answer, Granted)
-        state.commit(lease, 0, answer.pages, packed(text))
-        state.release(1, lease_id)
-    gone = [(step.arena, len(step.pages)) for step in state.trim() if isinstance(step, Freed)]
-    assert gone == [(0, 5), (1, 5), (0, 3)]
-
-
-def test_memory_on_its_way_is_not_used() -> None:
-    """What is only being backed holds nothing: blocks need not go for it."""
-    cache = Cache(num_pages=64, backed=False, high_watermark=0.75, low_watermark=0.5)
-    cache.state.begin_backing(cache.arena, 16)
-    cache.state.end_backing(cache.arena, Run(0, 16), backed=True)
-    cache.fill("abcdefghijklmnop")
-    cache.state.begin_backing(cache.arena, 48)
-    assert cache.state.trim() == []
-
-
-# --- the books ---
-
-
-def test_the_check_sees_a_page_in_the_wrong_state(cache: Cache) -> None:
-    cache.hold("abc")
-    cache.state.check()
-    cache.arena.pool.states[15] = PageState.COMMITTED
-    with pytest.raises(AssertionError):
-        cache.state.check()
-
-
-def test_the_check_sees_a_lock_without_a_lease(cache: Cache) -> None:
-    cache.hold("abc").node.locks += 1
-    with pytest.raises(AssertionError):
-        cache.state.check()
 
 
 def test_every_step_of_a_plan_is_a_note_of_its_arena(cache: Cache) -> None:

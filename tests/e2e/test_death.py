@@ -235,13 +235,22 @@ def test_a_closed_clients_pages_are_quarantined_while_it_has_a_view(
     eventually(lambda: held(client) == {})
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "client.close()\ndel views, lease",
+        "client.close()\ndel lease, views",
+        "del lease\nclient.close()\ndel views",
+    ],
+)
 def test_a_closed_clients_pages_are_free_when_no_view_is_left(
-    program: Program, client: Client
+    program: Program, client: Client, end: str
 ) -> None:
     closed = program(
+        "import gc; gc.disable()\n"
         "lease = namespace.match(tokens_of(1, 8), reserve_tokens=16 * BLOCK)\n"
         "views = lease.write_arrays(0, 16 * BLOCK)\n"
-        "client.close()\ndel views, lease\nprint('closed')\ninput()"
+        f"{end}\nprint('closed')\ninput()"
     )
     assert closed.says() == "closed"
     eventually(lambda: held(client) == {}, patience=10)

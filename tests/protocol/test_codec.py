@@ -1,11 +1,11 @@
 """Frames: every message there and back, what is refused, and the golden frames.
 
-The golden frames of a released version decode for ever. After a raise of PROTOCOL_VERSION add its
-messages to GOLDEN below and write their frames with
+The golden frames of a released version decode for ever, and those of the spoken version are what
+is sent, byte by byte. After a raise of PROTOCOL_VERSION write its frames with
 
     KVD_WRITE_GOLDEN=1 pytest tests/protocol/test_codec.py
 
-which makes the files that are missing and never touches one that is there.
+which makes the file that is missing and never touches one that is there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,176 +31,64 @@ from kvd.protocol.codec import (
     request_id,
 )
 from kvd.protocol.errors import ERRORS, BadRequest, KvdError, OutOfPages, error_from_wire
-from kvd.protocol.keys import Identity
-from kvd.protocol.layout import Layout
 from kvd.protocol.messages import (
     PROTOCOL_VERSION,
-    AbortRequest,
     AnyReply,
     AnyRequest,
-    AttachReply,
-    AttachRequest,
-    CloseRequest,
     CommitItem,
-    CommitReply,
     CommitRequest,
-    CommitResult,
     DetachRequest,
-    DoneReply,
-    ErrorReply,
     Failure,
     HeartbeatRequest,
     MatchItem,
-    MatchReply,
     MatchRequest,
-    MatchResult,
-    NamespaceStatus,
-    OpenReply,
     OpenRequest,
-    ReleaseRequest,
     ReserveItem,
     ReserveReply,
     ReserveRequest,
     ReserveResult,
     Run,
-    SessionStatus,
-    Shortage,
-    StatusReply,
-    StatusRequest,
-    TierStatus,
 )
+from tests.protocol.samples import REPLIES, REQUESTS, has_all, plain, sample
 
-HERE = Path(__file__).parent
-
-ASKED: dict[str, Any] = {
-    "id": 7,
-    "epoch": (1 << 63) - 1,
-    "deadline_ns": 123_456_789_012,
-    "trace": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
-}
-ANSWERED = {"id": 7, "epoch": 3}
-EXTRAS = ((16, bytes(range(32))), (17, bytes(32)))
-FAILURE = Failure("out_of_pages", "no pages", {"num_free": 3, "arena": "host"})
-IDENTITY = Identity("llama", "sha256:00ff", "lora", 1, 2, "yarn-4")
-LAYOUT = Layout(32, 8, 128, "bfloat16", block_size=32, num_planes=1, order="layer_first")
-
-# Every message of a version with every field set. What is here stays as it is.
-GOLDEN: dict[int, list[AnyRequest | AnyReply]] = {
-    1: [
-        AttachRequest(
-            version=1, min_version=1, client="kvd_infer", pid=4711, previous="s-1", **ASKED
-        ),
-        HeartbeatRequest(leases=(1, 2, 1 << 40), **ASKED),
-        DetachRequest(**ASKED),
-        OpenRequest(
-            identity=IDENTITY,
-            layout=LAYOUT,
-            salt="tenant",
-            maps=False,
-            group="llama",
-            keyed=True,
-            **ASKED,
-        ),
-        CloseRequest(namespace=3, **ASKED),
-        MatchRequest(
-            items=(
-                MatchItem(
-                    namespace=1,
-                    lease=2,
-                    num_tokens=4096,
-                    reserve=16,
-                    ahead=15,
-                    exact_tail=True,
-                    extras=EXTRAS,
-                ),
-            ),
-            **ASKED,
-        ),
-        ReserveRequest(items=(ReserveItem(lease=2, start=16, stop=32, ahead=4),), **ASKED),
-        CommitRequest(items=(CommitItem(2, 4, (Run(64, 2), Run(5, 1)), 48, EXTRAS),), **ASKED),
-        AbortRequest(leases=(2,), **ASKED),
-        ReleaseRequest(leases=(2, 3), **ASKED),
-        StatusRequest(**ASKED),
-        ErrorReply(code="stale_epoch", message="of before", details={"epoch": 2}, **ANSWERED),
-        DoneReply(**ANSWERED),
-        AttachReply(
-            version=1,
-            session="s-2",
-            heartbeat_seconds=2.5,
-            max_request_bytes=1 << 26,
-            header_path="/dev/shm/kvd/header",
-            lock_path="/dev/shm/kvd/s-2.lock",
-            **ANSWERED,
-        ),
-        OpenReply(namespace=3, arena_path="/dev/shm/kvd/arena-0", num_pages=1 << 20, **ANSWERED),
-        MatchReply(
-            results=(
-                MatchResult(
-                    48,
-                    (Run(64, 2), Run(5, 1)),
-                    12,
-                    9,
-                    (Run(80, 16),),
-                    Shortage(16, 1, 2, 3, 4, 64),
-                    {"host": 32, "lmdb": 16},
-                ),
-                FAILURE,
-            ),
-            **ANSWERED,
-        ),
-        ReserveReply(results=(ReserveResult((Run(80, 16),)), FAILURE), **ANSWERED),
-        CommitReply(results=(CommitResult((Run(80, 3),), 1), FAILURE), **ANSWERED),
-        StatusReply(
-            version="0.1.0",
-            pid=1,
-            endpoint="ipc:///run/kvd.sock",
-            uptime_seconds=1.5,
-            tiers=(TierStatus("host", 1 << 32, 1 << 30, {"free": 1, "committed": 2}),),
-            namespaces=(NamespaceStatus(1, "llama", "sha256:00ff", "tenant", 16, 4096, 5, 2),),
-            sessions=(SessionStatus("s-2", "kvd_infer", 4711, True, 0.5, 3, 16),),
-            counters={"matches": 12},
-            **ANSWERED,
-        ),
-    ],
-}
+GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_TOKENS = [0, 1, 151_643, (1 << 32) - 1]
-NEWEST = GOLDEN[max(GOLDEN)]
-REQUESTS = [one for one in NEWEST if isinstance(one, get_args(AnyRequest))]
-REPLIES = [one for one in NEWEST if isinstance(one, get_args(AnyReply))]
+SAMPLES = [sample(kind) for kind in (*REQUESTS, *REPLIES)]
 
 
-def golden_path(version: int) -> Path:
-    return HERE / f"golden/v{version}.json"
-
-
-def write_golden(version: int) -> None:
-    frames = {type(message).__name__: encode(message).hex() for message in GOLDEN[version]}
+def write_golden(path: Path) -> None:
+    frames = {type(message).__name__: encode(message).hex() for message in SAMPLES}
     tokens = pack_tokens(GOLDEN_TOKENS).hex()
-    text = json.dumps({"version": version, "frames": frames, "tokens": tokens}, indent=1)
-    golden_path(version).write_text(text + "\n")
+    golden = {"version": PROTOCOL_VERSION, "frames": frames, "tokens": tokens}
+    path.write_text(json.dumps(golden, indent=1) + "\n")
 
 
-if os.environ.get("KVD_WRITE_GOLDEN"):
-    for missing in GOLDEN:
-        if not golden_path(missing).exists():
-            write_golden(missing)
+SPOKEN = GOLDEN / f"v{PROTOCOL_VERSION}.json"
+if os.environ.get("KVD_WRITE_GOLDEN") and not SPOKEN.exists():
+    write_golden(SPOKEN)
+assert SPOKEN.exists(), f"{SPOKEN.name} is missing: see above"
+
+RELEASED = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("v*.json"))}
 
 
-def golden_frames() -> list[Any]:
-    return [
-        pytest.param(
-            bytes.fromhex(frames["frames"][type(message).__name__]),
-            message,
-            id=f"v{version}-{type(message).__name__}",
-        )
-        for version, messages in GOLDEN.items()
-        if (frames := json.loads(golden_path(version).read_text()))
-        for message in messages
+def frames_of(*versions: str) -> pytest.MarkDecorator:
+    frames = [
+        pytest.param(name, bytes.fromhex(frame), id=f"{version}-{name}")
+        for version in versions
+        for name, frame in RELEASED[version]["frames"].items()
     ]
+    return pytest.mark.parametrize(("name", "frame"), frames)
+
+
+def read(name: str, frame: bytes) -> AnyRequest | AnyReply:
+    """The message of that name, as its class is called."""
+    message = decode_request(frame) if name.endswith("Request") else decode_reply(frame)
+    assert type(message).__name__ == name
+    return message
 
 
 def decode(frame: bytes, like: object) -> AnyRequest | AnyReply:
-    return decode_request(frame) if isinstance(like, get_args(AnyRequest)) else decode_reply(frame)
+    return read(type(like).__name__, frame)
 
 
 def each(messages: list[Any]) -> pytest.MarkDecorator:
@@ -210,36 +98,41 @@ def each(messages: list[Any]) -> pytest.MarkDecorator:
 # --- golden frames ---
 
 
-@pytest.mark.parametrize(("frame", "message"), golden_frames())
-def test_a_golden_frame_decodes_for_ever(frame: bytes, message: AnyRequest | AnyReply) -> None:
-    assert decode(frame, message) == message
+@frames_of(*RELEASED)
+def test_a_golden_frame_decodes_for_ever(name: str, frame: bytes) -> None:
+    assert has_all(plain(read(name, frame)), msgspec.msgpack.decode(frame))
 
 
-@pytest.mark.parametrize(("frame", "message"), golden_frames())
-def test_a_field_of_a_newer_peer_is_ignored(frame: bytes, message: Any) -> None:
+@frames_of(*RELEASED)
+def test_a_field_of_a_newer_peer_is_ignored(name: str, frame: bytes) -> None:
     fields = msgspec.msgpack.decode(frame)
     newer = msgspec.msgpack.encode(fields | {"from_a_newer_version": {"deep": [1, {"er": b"x"}]}})
-    assert decode(newer, message) == message
+    assert read(name, newer) == read(name, frame)
 
 
-@pytest.mark.parametrize("version", GOLDEN)
-def test_golden_tokens_are_little_endian_words(version: int) -> None:
-    frame = bytes.fromhex(json.loads(golden_path(version).read_text())["tokens"])
+@pytest.mark.parametrize("version", RELEASED)
+def test_golden_tokens_are_little_endian_words(version: str) -> None:
+    frame = bytes.fromhex(RELEASED[version]["tokens"])
     assert np.frombuffer(frame, "<u4").tolist() == GOLDEN_TOKENS
     assert pack_tokens(GOLDEN_TOKENS) == frame
 
 
-def test_the_spoken_version_has_golden_frames() -> None:
-    assert PROTOCOL_VERSION in GOLDEN
-    assert sorted(GOLDEN) == list(range(1, PROTOCOL_VERSION + 1))
+def test_every_version_has_golden_frames() -> None:
+    assert RELEASED.keys() == {f"v{version}" for version in range(1, PROTOCOL_VERSION + 1)}
 
 
-@pytest.mark.parametrize("kind", [*get_args(AnyRequest), *get_args(AnyReply)])
-def test_a_golden_message_sets_every_field(kind: type[msgspec.Struct]) -> None:
-    (message,) = [one for one in NEWEST if type(one) is kind]
-    values = msgspec.structs.asdict(message)
-    parts = [part for value in values.values() if isinstance(value, tuple) for part in value]
-    for one in [message, *parts]:
+@frames_of(SPOKEN.stem)
+def test_a_frame_of_the_spoken_version_is_what_is_sent(name: str, frame: bytes) -> None:
+    assert encode(read(name, frame)) == frame
+
+
+@each(SAMPLES)
+def test_the_spoken_version_has_a_golden_frame_that_sets_every_field(message: Any) -> None:
+    frame = RELEASED[SPOKEN.stem]["frames"][type(message).__name__]
+    golden = decode(bytes.fromhex(frame), message)
+    values = msgspec.structs.asdict(golden).values()
+    parts = [part for value in values if isinstance(value, tuple) for part in value]
+    for one in [golden, *parts]:
         if isinstance(one, msgspec.Struct):
             defaults = {f.name: f.default for f in msgspec.structs.fields(one)}
             assert [name for name, value in defaults.items() if getattr(one, name) == value] == []
@@ -248,7 +141,7 @@ def test_a_golden_message_sets_every_field(kind: type[msgspec.Struct]) -> None:
 # --- there and back ---
 
 
-@each(NEWEST)
+@each(SAMPLES)
 def test_a_message_comes_back_as_it_was_sent(message: Any) -> None:
     assert decode(encode(message), message) == message
 
@@ -296,7 +189,7 @@ def required(message: msgspec.Struct) -> list[str]:
 
 @pytest.mark.parametrize(
     ("message", "name"),
-    [pytest.param(m, n, id=f"{type(m).__name__}-{n}") for m in NEWEST for n in required(m)],
+    [pytest.param(m, n, id=f"{type(m).__name__}-{n}") for m in SAMPLES for n in required(m)],
 )
 def test_a_missing_field_is_named(message: Any, name: str) -> None:
     fields = msgspec.msgpack.decode(encode(message))
@@ -309,7 +202,7 @@ def test_a_missing_field_is_named(message: Any, name: str) -> None:
     ("message", "name"),
     [
         pytest.param(m, f.name, id=f"{type(m).__name__}-{f.name}")
-        for m in NEWEST
+        for m in SAMPLES
         for f in msgspec.structs.fields(m)
     ],
 )
@@ -333,7 +226,7 @@ def test_a_field_of_the_wrong_type_is_named(message: Any, name: str) -> None:
     ],
 )
 def test_a_value_out_of_bounds_is_named(fields: dict[str, Any], name: str) -> None:
-    good = msgspec.msgpack.decode(encode(NEWEST[0]))
+    good = msgspec.msgpack.decode(encode(SAMPLES[0]))
     with pytest.raises(BadRequest, match=name):
         decode_request(msgspec.msgpack.encode(good | fields))
 
@@ -357,7 +250,7 @@ def test_a_wrong_value_inside_an_item_is_named(item: dict[str, Any], name: str) 
 @pytest.mark.parametrize("part", ["identity", "layout"])
 def test_an_unknown_field_of_an_identity_is_refused(part: str) -> None:
     """It says that the KV is another one, so it cannot be ignored."""
-    (message,) = [one for one in NEWEST if isinstance(one, OpenRequest)]
+    (message,) = [one for one in SAMPLES if isinstance(one, OpenRequest)]
     fields = msgspec.msgpack.decode(encode(message))
     fields[part]["quantised"] = True
     with pytest.raises(BadRequest, match="quantised"):
@@ -381,7 +274,7 @@ def test_random_bytes_are_read_or_refused(frame: bytes) -> None:
     reads_or_refuses(frame)
 
 
-@given(st.sampled_from(NEWEST), st.integers(0, 10_000), st.binary(max_size=6))
+@given(st.sampled_from(SAMPLES), st.integers(0, 10_000), st.binary(max_size=6))
 def test_a_damaged_frame_is_read_or_refused(message: Any, place: int, damage: bytes) -> None:
     frame = bytearray(encode(message))
     place %= len(frame)
@@ -389,7 +282,7 @@ def test_a_damaged_frame_is_read_or_refused(message: Any, place: int, damage: by
     reads_or_refuses(bytes(frame))
 
 
-@each(NEWEST)
+@each(SAMPLES)
 def test_a_frame_that_ends_early_is_refused(message: Any) -> None:
     frame = encode(message)
     for end in range(len(frame)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.arena.page_table import record_bytes, table_bytes
 from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
@@ -106,10 +107,13 @@ def test_a_directory_of_another_user_is_refused(shm: Path) -> None:  # noqa: F81
 
 def test_an_arena_has_the_whole_capacity_and_no_memory_yet(tier: HostTier) -> None:
     arena = tier.create_arena(LAYOUT, FINGERPRINT)
-    assert (arena.num_pages, arena.extent_pages) == (2048, EXTENT_PAGES)
-    assert arena.path.stat().st_size == 1 << 20
+    assert arena.extent_pages == EXTENT_PAGES
+    assert arena.path.stat().st_size == arena.num_pages * LAYOUT.page_bytes
     assert arena.backed_bytes == 0
-    assert arena.table.num_pages == 2048
+    assert arena.table.num_pages == arena.num_pages
+    size = arena.num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, arena.num_pages)
+    extent = EXTENT_PAGES * (LAYOUT.page_bytes + record_bytes(LAYOUT))
+    assert 0 <= (1 << 20) - size < extent
 
 
 def test_two_layouts_have_an_arena_each(tier: HostTier) -> None:

@@ -1,0 +1,1 @@
+"""Random work under random signals: `python -m tests.stress [PART]`, or `make stress PART=…`."""

@@ -1,0 +1,291 @@
+"""Part `clients`: clients at once on a pool that is too small, killed and stopped as the seed says.
+
+Whatever they read must be what was computed for exactly their tokens, and nobody may wait for ever.
+When all are gone, the books must be exact and every block that still matches must be right.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from queue import Empty, Queue
+from random import Random
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvd.testing.daemons import running_daemon
+from kvd_client import Client, StatusReply
+from tests.e2e.support import eventually
+from tests.stress.content import DOMAINS, NARROW, blocks_of, prompts_of, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvd.testing.daemons import RunningDaemon
+    from tests.stress.common import Stress
+    from tests.stress.content import Domain, Tokens
+
+ROOT = Path(__file__).parents[2]
+
+# Pages of both layouts have the same size.
+PAGE_BYTES = NARROW.page_bytes
+# Of what the daemon counts, this is told.
+COUNTERS = ("blocks_committed", "blocks_duplicate", "blocks_evicted", "pages_quarantined")
+# A worker that hangs ends itself before.
+PATIENCE_SECONDS = 120
+# Each kind of signal comes once in so many operations of a client, on the average.
+OPERATIONS_PER_SIGNAL = 150
+# A stopped client goes on when the others have done so many operations, at most.
+MAX_OPERATIONS_STOPPED = 600
+
+
+def clients(stress: Stress) -> None:
+    """Ten clients, a thousand operations each."""
+    num_clients, num_operations = stress.pick(10, 4), stress.pick(1000, 100)
+    num_pages = stress.pick(2048, 512)
+    prompts = prompts_of(stress.seed)
+    working_set = sum(len(all_blocks(domain, prompts)) for domain in DOMAINS)
+    stress.expect(working_set > 2 * num_pages, f"a working set of only {working_set} pages")
+    with running_daemon(settings(num_pages)) as daemon:
+        try:
+            share_memory(daemon.endpoint, num_pages)
+            Crowd(stress, daemon.endpoint, num_clients, num_operations).run()
+            audit(stress, daemon, prompts, num_pages)
+        finally:
+            stress.expect("reason=" not in daemon.log, f"the daemon failed: {daemon.log}")
+    expect_enough(stress, num_clients, num_operations)
+
+
+def settings(num_pages: int) -> dict[str, Any]:
+    """Fast, since clients end and pages run short all the time."""
+    return {
+        "tiers": [{"type": "host", "capacity_bytes": num_pages * PAGE_BYTES}],
+        "sessions": {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 2.0},
+        "cache": {"high_watermark": 0.95, "low_watermark": 0.9, "back_ahead_bytes": 1},
+    }
+
+
+class Member:
+    """One place in the crowd: a client and, where that was killed, the next one."""
+
+    def __init__(self, number: int, signals: dict[int, Signals]) -> None:
+        self.number = number
+        self.signals = signals
+        self.num_done = 0
+        self.process: subprocess.Popen[str] | None = None
+        # When it goes on, counted in operations of all; None while it runs.
+        self.stopped_until: int | None = None
+
+    def send(self, signal: Signals) -> None:
+        """Send it, unless the process has ended meanwhile."""
+        assert self.process is not None
+        self.process.send_signal(signal)
+
+    def wait(self) -> int:
+        """How the process ended, once it has."""
+        assert self.process is not None
+        status = self.process.wait()
+        self.process = self.stopped_until = None
+        return status
+
+
+class Crowd:
+    """The clients, and the signals that the seed has in store for each of them.
+
+    One thread decides, whatever comes; beside it, one for each process hands on what that says.
+    """
+
+    def __init__(
+        self, stress: Stress, endpoint: str, num_clients: int, num_operations: int
+    ) -> None:
+        self.stress = stress
+        self.endpoint = endpoint
+        self.num_operations = num_operations
+        self.rng = Random(f"{stress.seed}/signals")
+        self.members = [Member(number, self._draw_signals()) for number in range(num_clients)]
+        # What a member's process said; an empty line is its end.
+        self.heard: Queue[tuple[Member, str]] = Queue()
+
+    @property
+    def num_done(self) -> int:
+        """Operations, of all members."""
+        return self.stress.counts["operations"]
+
+    def run(self) -> None:
+        """Go on until every member has done all its operations; raises where one cannot."""
+        try:
+            for member in self.members:
+                self._start(member)
+            while self._running():
+                self._hear()
+        finally:
+            for member in self._running():
+                member.send(SIGKILL)
+                member.wait()
+
+    def _hear(self) -> None:
+        try:
+            member, line = self.heard.get(timeout=PATIENCE_SECONDS)
+        except Empty:
+            raise TimeoutError(f"nobody did anything for {PATIENCE_SECONDS} s") from None
+        if line:
+            self._note(member, line)
+        else:
+            self._see_end(member)
+        self._wake()
+
+    # --- what the processes say ---
+
+    def _note(self, member: Member, line: str) -> None:
+        """An operation is done: count what happened in it, and send what is due."""
+        self.stress.counts.update(msgspec.json.decode(line))
+        self.stress.counts["operations"] += 1
+        member.num_done += 1
+        if self.num_done % (self.num_operations * len(self.members) // 10) == 0:
+            self.stress.say(f"{self.num_done} operations, {self.stress.counts['kills']} kills")
+        match member.signals.pop(member.num_done, None):
+            case Signals.SIGKILL:
+                member.send(SIGKILL)
+            case Signals.SIGSTOP:
+                self._stop(member)
+
+    def _see_end(self, member: Member) -> None:
+        """The process is gone: done with its work, replaced, or at fault."""
+        status = member.wait()
+        if status == -SIGKILL:
+            self.stress.counts["kills"] += 1
+        elif status:
+            raise AssertionError(
+                f"client {member.number} ended with status {status} in operation {member.num_done}"
+            )
+        if member.num_done < self.num_operations:
+            self._start(member)
+
+    # --- what is done to them ---
+
+    def _start(self, member: Member) -> None:
+        numbers = (self.stress.seed, member.number, member.num_done, self.num_operations)
+        member.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.stress.worker", self.endpoint, *map(str, numbers)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        Thread(target=self._listen, args=(member, member.process), daemon=True).start()
+
+    def _listen(self, member: Member, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self.heard.put((member, line))
+        self.heard.put((member, ""))
+
+    def _stop(self, member: Member) -> None:
+        assert member.process is not None
+        member.process.send_signal(SIGSTOP)
+        seen = os.waitid(os.P_PID, member.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if seen is not None and seen.si_code == os.CLD_STOPPED:
+            self.stress.counts["stops"] += 1
+            member.stopped_until = self.num_done + self.rng.randint(1, MAX_OPERATIONS_STOPPED)
+
+    def _wake(self) -> None:
+        """Let go on whose time has come, or everybody where nobody runs. Some never wake."""
+        stopped = [member for member in self.members if member.stopped_until is not None]
+        all_stand = len(stopped) == len(self._running())
+        for member in stopped:
+            assert member.stopped_until is not None
+            if all_stand or member.stopped_until <= self.num_done:
+                member.stopped_until = None
+                member.send(SIGKILL if self.rng.random() < 0.2 else SIGCONT)
+
+    def _running(self) -> list[Member]:
+        return [member for member in self.members if member.process is not None]
+
+    def _draw_signals(self) -> dict[int, Signals]:
+        """When which signal comes, counted in operations of its receiver."""
+        signals = [SIGKILL, SIGSTOP] * max(1, self.num_operations // OPERATIONS_PER_SIGNAL)
+        places = self.rng.sample(range(1, self.num_operations * 9 // 10), len(signals))
+        return dict(zip(places, signals, strict=True))
+
+
+# --- before and after ------------------------------------------------------------------------
+
+
+def share_memory(endpoint: str, num_pages: int) -> None:
+    """Have each layout take most of its share at once: what one has, the other never gets."""
+    with Client(endpoint, timeout=30.0) as client:
+        assert client.wait_attached(30.0)
+        for domain, share in ((DOMAINS[-1], num_pages // 8), (DOMAINS[0], num_pages * 3 // 4)):
+            num_tokens = share * domain.layout.block_size
+            with domain.open(client).match([], reserve_tokens=num_tokens) as lease:
+                assert not lease.shortage
+
+
+def audit(stress: Stress, daemon: RunningDaemon, prompts: Sequence[Tokens], num_pages: int) -> None:
+    """Nobody is there any more: the books are exact, and what still matches is right."""
+    with Client(daemon.endpoint, timeout=30.0, name="auditor") as client:
+        try:
+            eventually(lambda: is_quiet(client.status(), daemon.directory))
+        finally:
+            stress.say(f"in the end: {client.status()}")
+        num_found = read_back(client, prompts)
+        status = client.status()
+        (tier,) = status.tiers
+        num_blocks = sum(namespace.num_blocks for namespace in status.namespaces)
+        used = sum(tier.pages[state] for state in ("reserved", "detached", "quarantined"))
+        stress.expect(used == 0, f"nobody is there, and pages are in use: {tier.pages}")
+        stress.expect(sum(tier.pages.values()) == 2 * num_pages, f"pages are lost: {tier.pages}")
+        stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier.pages}")
+        stress.expect(num_found == num_blocks, f"{num_found} blocks found of {num_blocks}")
+        stress.counts["read_back"] = num_found
+        for name in COUNTERS:
+            stress.counts[name] = status.counters.get(name, 0)
+
+
+def is_quiet(status: StatusReply, directory: Path) -> bool:
+    """Whether the auditor is alone, and nothing is left of those who were there."""
+    (tier,) = status.tiers
+    alone = [session.client for session in status.sessions] == ["auditor"]
+    num_files = len(list(directory.glob("*.session")))
+    return alone and num_files == 1 and tier.pages["reserved"] == tier.pages["quarantined"] == 0
+
+
+def read_back(client: Client, prompts: Sequence[Tokens]) -> int:
+    """Compare every byte of all that matches; how many blocks that is."""
+    num_blocks = 0
+    for domain in DOMAINS:
+        namespace = domain.open(client)
+        found: set[Tokens] = set()
+        for prompt in prompts:
+            with namespace.match(prompt) as lease:
+                verify(lease, domain, prompt)
+                found |= blocks_of(domain, prompt[: lease.num_tokens])
+        num_blocks += len(found)
+    return num_blocks
+
+
+def all_blocks(domain: Domain, prompts: Sequence[Tokens]) -> set[Tokens]:
+    return set().union(*(blocks_of(domain, prompt) for prompt in prompts))
+
+
+def expect_enough(stress: Stress, num_clients: int, num_operations: int) -> None:
+    counts, total = stress.counts, num_clients * num_operations
+    counts["refusals"] = counts["OutOfPages"] + counts["shortages"]
+    num_signals = num_clients * max(1, num_operations // OPERATIONS_PER_SIGNAL)
+    stress.expect(not counts["LeaseEnded"], "a client that lived lost a lease")
+    stress.expect_at_least(
+        {
+            "kills": num_signals // 2,
+            "stops": num_signals // 2,
+            "hits": total // 10,
+            "refusals": total // 100,
+            "blocks_evicted": total // 10,
+            "pages_quarantined": total // 100,
+            "read_back": total // 50,
+        }
+    )
