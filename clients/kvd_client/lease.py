@@ -607,10 +607,14 @@ _MISS = MatchResult(0, (), 0, 0)
 
 
 def pages_for(num_tokens: int, layout: Layout) -> int:
-    """Raises BadRequest for what is no number of tokens."""
-    if not 0 <= whole(num_tokens) <= MAX_TOKENS:
-        raise BadRequest(f"{num_tokens} is no number of tokens up to {MAX_TOKENS}")
-    return -(-num_tokens // layout.block_size)
+    return -(-check_tokens(num_tokens) // layout.block_size)
+
+
+def check_tokens(number: int) -> int:
+    """Refuse what is no number of tokens (BadRequest)."""
+    if not 0 <= whole(number) <= MAX_TOKENS:
+        raise BadRequest(f"{number} is no number of tokens up to {MAX_TOKENS}")
+    return number
 
 
 def whole(number: int) -> int:
