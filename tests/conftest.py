@@ -8,12 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 import demo  # noqa: F401 - sets what torch and transformers read when they are imported
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("kvd", deadline=None)
+hypothesis.settings.load_profile("kvd")
 
 # The first test that asks for one of these waits until the model is made: once per machine.
 MADE_ONCE = {"recall_dir", "smollm2_dir"}

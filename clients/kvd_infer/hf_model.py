@@ -64,7 +64,8 @@ def layout_of(model: PreTrainedModel, *, block_size: int = 16) -> Layout:
 def check_model(model: PreTrainedModel) -> None:
     """Refuse, with Unsupported, models whose KV kvd cannot hold or would mistake."""
     config = model.config
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    reads_more = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    if reads_more or config.get_text_config() is not config:
         raise Unsupported(
             f"{config.model_type}: kvd knows prompts by their token ids alone, so only models "
             "that read nothing else can use it"

@@ -37,6 +37,7 @@ from kvd.cache.plan import (
     Quarantined,
     Removed,
     Reserved,
+    Short,
     Unback,
 )
 from kvd.cache.rows import rows_of
@@ -250,10 +251,19 @@ class Manager:
             _rivals(lease, other.lease) for other in self._waiters
         ):
             return None
-        answer = self.state.reserve(lease, start, stop, ahead)
-        self._write(answer.plan)
+        answer = self._reserve(lease, start, stop, ahead)
         self._untidy.set()
         return runs_of(answer.pages) if isinstance(answer, Granted) else None
+
+    def _reserve(self, lease: Lease, start: int, stop: int, ahead: int) -> Granted | Short:
+        """Ask the state for pages until it answers with some, or with what is to be waited for."""
+        while True:
+            answer = self.state.reserve(lease, start, stop, ahead)
+            self._write(answer.plan)
+            # What was evicted elsewhere, without memory on its way, may serve the next try.
+            is_done = any(isinstance(step, Back) for step in answer.plan) or not answer.plan
+            if isinstance(answer, Granted) or is_done:
+                return answer
 
     async def reserve(
         self, lease: Lease, start: int, stop: int, ahead: int, seconds: float
@@ -487,8 +497,7 @@ class Manager:
         try:
             if not self.state.leases.has(lease):
                 raise LeaseEnded(f"lease {lease.id} ended while it waited for pages")
-            answer = self.state.reserve(lease, waiter.start, waiter.stop, waiter.ahead)
-            self._write(answer.plan)
+            answer = self._reserve(lease, waiter.start, waiter.stop, waiter.ahead)
             if isinstance(answer, Granted):
                 waiter.runs = runs_of(answer.pages)
                 self._untidy.set()

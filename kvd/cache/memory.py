@@ -34,6 +34,8 @@ MOVE_AGE_RATIO = 2
 # Blocks evicted elsewhere, in a fragmented arena, may not make an extent whole: so many times what
 # is missing may go for it at one reserve.
 MOVE_BUDGET = 2
+# As much of an arena's memory may lie free in broken groups before they are used again.
+MAX_BROKEN_FRACTION = 1 / 16
 
 
 @dataclass(eq=False, slots=True)
@@ -161,10 +163,15 @@ class Memory:
         """Evict the coldest ends, group by group, until `count` pages can be had in whole groups.
 
         Else what is left over of many leases, a few pages each, would make the runs of the next
-        one short. At most `count` blocks go for it, and none while there is memory to be had.
+        one short. At most `count` blocks go for it, and none while there is memory to be had, or
+        while much lies in broken groups: that is used up first, or short prompts would leave most
+        of the memory unused.
         """
         pool, wanted, left = space.arena.pool, count // GROUP_PAGES, count
+        broken = pool.num_free - pool.num_whole_groups * GROUP_PAGES
         if pool.num_backing or self._num_backable(space.arena):
+            return
+        if broken > pool.num_backed * MAX_BROKEN_FRACTION:
             return
         while left > 0 and pool.num_whole_groups < wanted:
             victim = _coldest(space.arena.namespaces, space)

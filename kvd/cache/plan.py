@@ -117,7 +117,7 @@ class Granted:
 class Short:
     """No pages now: what the plan has backed is to be waited for, or what others hold.
 
-    `hopeless`: nobody else holds any, and none is on its way.
+    `hopeless`: nobody else holds any, none is on its way, and the plan frees none for the next try.
     """
 
     shortage: Shortage

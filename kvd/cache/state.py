@@ -224,7 +224,7 @@ class CacheState:
     ) -> Matched | None:
         """The first answer to a repeat; what the id stood for otherwise ends."""
         if self.leases.is_buried(session, lease_id):
-            raise LeaseEnded(f"lease {lease_id} was released: its id is not used again")
+            raise LeaseEnded(f"lease {lease_id} was released before it was asked for")
         if known := self.leases.find(session, lease_id):
             if known.namespace is namespace and known.asked == asked:
                 return self._answer(known, plan)
@@ -295,7 +295,7 @@ class CacheState:
         plan: Plan = []
         if not self.memory.make_room(space, needed, plan):
             shortage = self.memory.shortage(space, needed)
-            return Short(shortage, self._is_hopeless(lease, needed), plan)
+            return Short(shortage, not plan and self._is_hopeless(lease, needed), plan)
         count = needed + self.memory.spare(space, needed, ahead, plan)
         self.memory.make_groups(space, count, plan)
         pages = space.arena.pool.take(count)
@@ -400,14 +400,14 @@ class CacheState:
         return plan
 
     def release(self, session: int, lease_id: int) -> Plan:
-        """End a lease; an unknown id is remembered as ended."""
+        """End a lease. An unknown id is remembered: its match may still be on the way."""
         plan: Plan = []
         lease = self.leases.find(session, lease_id)
         if lease is None:
             self.counters["releases_unknown"] += 1
+            self.leases.bury(session, lease_id)
         else:
             self._end(lease, plan)
-        self.leases.bury(session, lease_id)
         return plan
 
     def keep(self, lease: Lease, num_blocks: int) -> Plan:

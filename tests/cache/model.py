@@ -1,21 +1,18 @@
 """A slow, obvious model of what the cache must answer: dicts, a list by age, sets. No tree, no run.
 
-A block is named by its namespace and by all tokens from position 0 to its end, so that a prefix is
-a shorter name and a match is a look-up for each length. Which pages are handed out is the pool's
-own affair: the model is told, and says whether they could be.
+A block is known by its namespace and all its tokens from position 0 on, so that a prefix is a
+shorter name and a match is a look-up for each length. Which pages are handed out, and which blocks
+of which layout go for them, is the memory's own affair: the model is told, and says whether they
+could be.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Tokens = tuple[int, ...]
-
-
-class Block(NamedTuple):
-    namespace: int
-    tokens: Tokens  # from position 0 to the end of this block
 
 
 class Page(NamedTuple):
@@ -29,27 +26,64 @@ class Arena:
     page_bytes: int
     num_pages: int
     extent_pages: int
+    table_bytes: int
 
 
 @dataclass
+class Namespace:
+    key: int
+    arena: int
+    guaranteed_bytes: int
+    max_bytes: int
+    sessions: set[int] = field(default_factory=set)
+    num_drops: int = 0
+
+
+@dataclass(eq=False)
+class Block:
+    namespace: int
+    tokens: Tokens  # from position 0 to the end of this block
+    page: Page
+
+
+@dataclass(eq=False)
 class Lease:
     session: int
     namespace: int
-    asked: Tokens
-    held: Tokens  # the tokens of all blocks that it locks
+    asked: object
+    blocks: list[Block]
     num_matched: int
+    num_drops: int
+    tail: Block | None = None
     granted: list[Page] = field(default_factory=list)  # since the last abort
     reserved: set[Page] = field(default_factory=set)
 
+    @property
+    def tokens(self) -> Tokens:
+        return self.blocks[-1].tokens if self.blocks else ()
+
+
+@dataclass(eq=False)
+class Pin:
+    owner: str
+    namespace: int
+    asked: Tokens
+    blocks: list[Block]
+    expires: float
+
 
 @dataclass
-class Shortage:
-    num_wanted: int
-    num_free: int
-    num_locked: int
-    num_reserved: int
-    num_quarantined: int
-    num_pages: int
+class Limits:
+    capacity_bytes: int
+    watermarks: tuple[float, float]  # high, low
+    slots: int
+    session_leases: int
+    session_reserved_fraction: float
+    namespaces: int
+    layouts: int
+    pins: int
+    pinned_fraction: float
+    owner_pinned_fraction: float
 
 
 class Refused(Exception):
@@ -61,62 +95,179 @@ class Refused(Exception):
 
 
 class Model:
-    def __init__(
-        self,
-        arenas: list[Arena],
-        arena_of: dict[int, int],
-        capacity_bytes: int,
-        high: float,
-        low: float,
-        num_slots: int,
-        max_session_leases: int,
-    ) -> None:
-        self.arenas = arenas
-        self.arena_of = arena_of  # of each namespace
-        self.capacity_bytes = capacity_bytes
-        self.high = high
-        self.low = low
-        self.num_slots = num_slots
-        self.max_session_leases = max_session_leases
-        self.pages = {
-            Page(number, page): "unbacked"
-            for number, arena in enumerate(arenas)
-            for page in range(arena.num_pages)
-        }
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.arenas: dict[int, Arena] = {}
+        self.namespaces: dict[int, Namespace] = {}
+        self.num_opened = 0
+        self.pages: dict[Page, str] = {}
         self.being_backed: set[Page] = set()
         self.may_back = True
-        self.blocks: dict[Block, Page] = {}
-        self.by_age: list[Block] = []  # those that no lease locks, the least recent first
+        self.index: dict[tuple[int, Tokens], Block] = {}
+        self.by_age: list[Block] = []  # those of the index that nobody holds, least recent first
         self.leases: dict[tuple[int, int], Lease] = {}
+        self.pins: dict[int, Pin] = {}
+        self.num_pins = 0
         self.ended_ids: set[tuple[int, int]] = set()
         self.quarantined: dict[int, set[Page]] = {}
 
     # --- looking ---
 
-    def block_size(self, lease: Lease) -> int:
-        return self.arenas[self.arena_of[lease.namespace]].block_size
+    def arena_of(self, namespace: int) -> Arena:
+        return self.arenas[self.namespaces[namespace].arena]
 
-    def held_blocks(self, lease: Lease) -> list[Block]:
-        return self.blocks_of(lease.namespace, lease.held)
+    def size(self, namespace: int) -> int:
+        return self.arena_of(namespace).block_size
 
-    def blocks_of(self, namespace: int, tokens: Tokens) -> list[Block]:
-        """The whole blocks of these tokens, the first one first."""
-        size = self.arenas[self.arena_of[namespace]].block_size
-        return [Block(namespace, tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+    def of_namespace(self, namespace: int) -> list[Block]:
+        return [block for block in self.index.values() if block.namespace == namespace]
 
-    def is_locked(self, block: Block) -> bool:
-        return any(block in self.held_blocks(lease) for lease in self.leases.values())
+    def known(self, namespace: int, tokens: Tokens) -> list[Block]:
+        """The blocks of the longest prefix that is there."""
+        blocks: list[Block] = []
+        size = self.size(namespace)
+        for end in range(size, len(tokens) + 1, size):
+            if (block := self.index.get((namespace, tokens[:end]))) is None:
+                break
+            blocks.append(block)
+        return blocks
 
-    def of_arena(self, arena: int, *states: str) -> list[Page]:
+    def held_by_leases(self) -> list[Block]:
+        tails = [lease.tail for lease in self.leases.values() if lease.tail]
+        return tails + [block for lease in self.leases.values() for block in lease.blocks]
+
+    def is_held(self, block: Block) -> bool:
+        return block in self.held_by_leases() or any(
+            block in pin.blocks for pin in self.pins.values()
+        )
+
+    def is_indexed(self, block: Block) -> bool:
+        return self.index.get((block.namespace, block.tokens)) is block
+
+    def in_state(self, arena: int, *states: str) -> list[Page]:
         return [p for p, state in self.pages.items() if p.arena == arena and state in states]
 
-    def unlocked(self, arena: int) -> list[Block]:
-        return [block for block in self.by_age if self.arena_of[block.namespace] == arena]
+    def unlocked(self, *namespaces: int) -> list[Block]:
+        return [block for block in self.by_age if block.namespace in namespaces]
 
-    # --- match ---
+    def namespaces_of(self, arena: int) -> list[int]:
+        return [one for one, space in self.namespaces.items() if space.arena == arena]
 
-    def match(self, session: int, lease_id: int, namespace: int, asked: Tokens) -> Lease:
-        """The longest prefix of whole blocks that are there, locked for the lease."""
+    # --- namespaces and arenas ---
+
+    def find_arena(self, page_bytes: int, block_size: int) -> int | None:
+        for number, arena in self.arenas.items():
+            if (arena.page_bytes, arena.block_size) == (page_bytes, block_size):
+                return number
+        return None
+
+    def add_arena(self, number: int, arena: Arena) -> None:
+        self.arenas[number] = arena
+        self.pages |= {Page(number, page): "unbacked" for page in range(arena.num_pages)}
+
+    def find_namespace(self, key: int) -> int | None:
+        return next((one for one, space in self.namespaces.items() if space.key == key), None)
+
+    def open(self, session: int, namespace: Namespace) -> int:
+        number = self.find_namespace(namespace.key)
+        if number is None:
+            spaces = [*self.namespaces.values(), namespace]
+            if sum(space.guaranteed_bytes for space in spaces) > self.limits.capacity_bytes:
+                raise Refused("limit")
+            self.num_opened += 1
+            number = self.num_opened
+            self.namespaces[number] = namespace
+        self.namespaces[number].sessions.add(session)
+        return number
+
+    def close(self, session: int, namespace: int) -> None:
+        for key, lease in list(self.leases.items()):
+            if (lease.session, lease.namespace) == (session, namespace):
+                self.end_lease(key)
+        self.namespaces[namespace].sessions.discard(session)
+
+    def make_place(self, *, for_arena: bool) -> None:
+        """The coldest of those that nobody uses go."""
+        idle = [one for one in self.namespaces if self.is_idle(one)]
+        unused = [one for one in self.arenas if self.is_unused(one)]
+        no_arena = for_arena and len(self.arenas) >= self.limits.layouts
+        no_space = len(self.namespaces) >= self.limits.namespaces
+        if (no_arena and not unused) or (no_space and not idle):
+            raise Refused("limit")
+        if no_arena:
+            self.remove_arena(
+                min(unused, key=lambda one: self.last_touch(*self.namespaces_of(one)))
+            )
+        if len(self.namespaces) >= self.limits.namespaces:
+            self.forget(min(idle, key=self.last_touch))
+
+    def is_idle(self, namespace: int) -> bool:
+        return not self.namespaces[namespace].sessions and self.num_pages(namespace) == len(
+            self.unlocked(namespace)
+        )
+
+    def is_unused(self, arena: int) -> bool:
+        return (
+            all(map(self.is_idle, self.namespaces_of(arena)))
+            and not self.in_state(arena, "quarantined")
+            and not self.on_its_way(arena)
+        )
+
+    def last_touch(self, *namespaces: int) -> int:
+        touches = [at for at, one in enumerate(self.by_age) if one.namespace in namespaces]
+        return max(touches, default=-1)
+
+    def remove_arena(self, number: int) -> None:
+        for namespace in self.namespaces_of(number):
+            self.forget(namespace)
+        self.pages = {page: state for page, state in self.pages.items() if page.arena != number}
+        del self.arenas[number]
+
+    def forget(self, namespace: int) -> None:
+        for block in self.unlocked(namespace):
+            self.remove(block)
+        del self.namespaces[namespace]
+
+    # --- match and fork ---
+
+    def match(
+        self, session: int, lease_id: int, namespace: int, tokens: Tokens, *, exact_tail: bool
+    ) -> Lease:
+        """The longest prefix of whole blocks that are there; which tail, `hold_tail` is told."""
+        asked = tokens, exact_tail
+        if known := self.first_answer(session, lease_id, namespace, asked):
+            return known
+        blocks, drops = self.known(namespace, tokens), self.namespaces[namespace].num_drops
+        lease = Lease(session, namespace, asked, blocks, len(blocks), drops)
+        return self.grant_lease(lease_id, lease)
+
+    def agreeing(self, lease: Lease, rest: Tokens) -> dict[Page, int]:
+        """The blocks that follow what is held, and in how many tokens each agrees."""
+        at, size = len(lease.tokens), self.size(lease.namespace)
+        return {
+            block.page: sum(block.tokens[at : at + n] == rest[:n] for n in range(1, len(rest) + 1))
+            for block in self.of_namespace(lease.namespace)
+            if block.tokens[:-size] == lease.tokens
+        }
+
+    def hold_tail(self, lease: Lease, page: Page) -> None:
+        lease.tail = next(block for block in self.index.values() if block.page == page)
+        self.lock([lease.tail])
+
+    def fork(self, session: int, lease_id: int, source_id: int) -> Lease:
+        if lease_id == source_id:
+            raise Refused("bad")
+        source = self.leases[session, source_id]
+        asked = "fork", source_id
+        if known := self.first_answer(session, lease_id, source.namespace, asked):
+            return known
+        blocks = list(source.blocks)
+        lease = Lease(session, source.namespace, asked, blocks, len(blocks), source.num_drops)
+        return self.grant_lease(lease_id, lease)
+
+    def first_answer(
+        self, session: int, lease_id: int, namespace: int, asked: object
+    ) -> Lease | None:
         key = session, lease_id
         if key in self.ended_ids:
             raise Refused("ended")
@@ -124,113 +275,69 @@ class Model:
             if (known.namespace, known.asked) == (namespace, asked):
                 return known
             self.end_lease(key)
-        if sum(lease.session == session for lease in self.leases.values()) == (
-            self.max_session_leases
-        ) or (len(self.leases) == self.num_slots):
+        return None
+
+    def grant_lease(self, lease_id: int, lease: Lease) -> Lease:
+        of_session = [one for one in self.leases.values() if one.session == lease.session]
+        if len(of_session) == self.limits.session_leases or len(self.leases) == self.limits.slots:
             raise Refused("limit")
-        held: Tokens = ()
-        for block in self.blocks_of(namespace, asked):
-            if block not in self.blocks:
-                break
-            held = block.tokens
-        lease = self.leases[key] = Lease(session, namespace, asked, held, len(held))
-        self.lock(lease)
+        self.leases[lease.session, lease_id] = lease
+        self.lock(lease.blocks)
         return lease
 
-    def matched_pages(self, lease: Lease) -> list[Page]:
-        return [
-            self.blocks[block]
-            for block in self.blocks_of(lease.namespace, lease.held[: lease.num_matched])
-        ]
+    def lock(self, blocks: list[Block]) -> None:
+        self.by_age = [block for block in self.by_age if block not in blocks]
 
-    def lock(self, lease: Lease) -> None:
-        held = self.held_blocks(lease)
-        self.by_age = [block for block in self.by_age if block not in held]
+    def let_go(self, blocks: list[Block]) -> None:
+        """Touch what nobody holds now, the last block first; what left the index is free."""
+        for block in reversed(blocks):
+            if self.is_held(block):
+                continue
+            if self.is_indexed(block):
+                self.by_age.append(block)
+            else:
+                self.pages[block.page] = "free"
 
-    # --- reserve ---
+    # --- what a namespace has and may have ---
 
-    def extents_to_back(self, lease: Lease, count: int) -> int:
-        """How many extents a reserve asks for: what is missing beside those on their way."""
-        number = self.arena_of[lease.namespace]
-        arena = self.arenas[number]
-        if count > arena.num_pages:
-            return 0
-        missing = count - len(self.of_arena(number, "free")) - len(self.on_its_way(number))
-        return min(max(-(-missing // arena.extent_pages), 0), self.backable_extents(number))
+    def num_pages(self, namespace: int) -> int:
+        blocks = {*self.of_namespace(namespace), *self.held_by_leases()}
+        reserved = [p for lease in self.leases_in(namespace) for p in lease.reserved]
+        return len([b for b in blocks if b.namespace == namespace]) + len(reserved)
 
-    def backable_extents(self, number: int) -> int:
-        """For how many extents there is memory, and room in the arena."""
-        if not self.may_back:
-            return 0
-        arena = self.arenas[number]
-        backed_bytes = sum(
-            self.arenas[page.arena].page_bytes
-            for page, state in self.pages.items()
-            if state != "unbacked" or page in self.being_backed
+    def leases_in(self, namespace: int) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.namespace == namespace]
+
+    def max_pages(self, namespace: int) -> int:
+        arena, most = self.arena_of(namespace), self.namespaces[namespace].max_bytes
+        return most // arena.page_bytes if most else arena.num_pages
+
+    def num_spendable(self, victim: int, taker: int | None) -> int:
+        """How many of its unlocked blocks a namespace may lose for another."""
+        guaranteed = self.namespaces[victim].guaranteed_bytes // self.arena_of(victim).page_bytes
+        beyond = self.num_pages(victim) - (0 if victim == taker else guaranteed)
+        return max(0, min(beyond, len(self.unlocked(victim))))
+
+    def num_evictable(self, namespace: int) -> int:
+        """Blocks of its own layout that may go for a namespace."""
+        neighbours = self.namespaces_of(self.namespaces[namespace].arena)
+        return sum(self.num_spendable(victim, namespace) for victim in neighbours)
+
+    def excess(self, namespace: int, count: int) -> int:
+        """How many blocks of its own must go, so that it has no more than it may."""
+        return max(0, self.num_pages(namespace) + count - self.max_pages(namespace))
+
+    def num_reservable(self, session: int, namespace: int) -> int:
+        """How many pages a session may still reserve."""
+        reserved = sum(
+            len(lease.reserved) * self.arena_of(lease.namespace).page_bytes
+            for lease in self.leases.values()
+            if lease.session == session
         )
-        extent_bytes = arena.extent_pages * arena.page_bytes
-        unbacked = set(self.of_arena(number, "unbacked")) - self.on_its_way(number)
-        return min(
-            (self.capacity_bytes - backed_bytes) // extent_bytes,
-            len(unbacked) // arena.extent_pages,
-        )
+        most = int(self.limits.session_reserved_fraction * self.limits.capacity_bytes)
+        return (most - reserved) // self.arena_of(namespace).page_bytes
 
-    def waits_for_memory(self, lease: Lease, count: int) -> bool:
-        number = self.arena_of[lease.namespace]
-        return bool(self.on_its_way(number) or self.extents_to_back(lease, count))
-
-    def on_its_way(self, arena: int) -> set[Page]:
-        return {page for page in self.being_backed if page.arena == arena}
-
-    def shortage(self, lease: Lease, count: int) -> Shortage | None:
-        """Why there are no pages now: memory is on its way or will be, or too much is locked."""
-        number = self.arena_of[lease.namespace]
-        free = len(self.of_arena(number, "free"))
-        unlocked = self.unlocked(number)
-        if count <= free:
-            return None
-        if count <= free + len(unlocked) and not self.waits_for_memory(lease, count):
-            return None
-        committed = self.of_arena(number, "committed")
-        return Shortage(
-            count,
-            free,
-            len(committed) - len(unlocked),
-            len(self.of_arena(number, "reserved")),
-            len(self.of_arena(number, "quarantined")),
-            self.arenas[number].num_pages,
-        )
-
-    def with_ahead(self, lease: Lease, count: int, ahead: int) -> int:
-        """How many pages are granted: those ahead as far as they are free once `count` are taken.
-
-        Blocks are evicted for them only where there is no more memory to be had.
-        """
-        number = self.arena_of[lease.namespace]
-        free, unlocked = len(self.of_arena(number, "free")), len(self.unlocked(number))
-        if self.on_its_way(number) or self.backable_extents(number):
-            return count + min(ahead, max(free - count, 0))
-        return count + min(ahead, free + unlocked - count)
-
-    def make_room(self, lease: Lease, count: int) -> list[Page]:
-        """Evict what must go, the least recent first: their pages in that order.
-
-        Where no memory is to be had, more go, `count` at most, until `count` pages are there in
-        whole groups of 16.
-        """
-        number = self.arena_of[lease.namespace]
-        missing = max(count - len(self.of_arena(number, "free")), 0)
-        gone = [self.evict(block) for block in self.unlocked(number)[:missing]]
-        if not self.on_its_way(number) and not self.backable_extents(number):
-            left = count
-            while left and self.unlocked(number) and self.whole_groups(number) < count // 16:
-                gone.append(self.evict(self.unlocked(number)[0]))
-                left -= 1
-        return gone
-
-    def whole_groups(self, number: int) -> int:
-        free = [page.number // 16 for page in self.of_arena(number, "free")]
-        return sum(free.count(group) == 16 for group in set(free))
+    # --- memory ---
 
     def grant(self, lease: Lease, pages: list[Page]) -> None:
         for page in pages:
@@ -239,23 +346,59 @@ class Model:
         lease.granted += pages
         lease.reserved |= set(pages)
 
-    def evict(self, block: Block) -> Page:
-        assert not self.is_locked(block)
-        size = self.arenas[self.arena_of[block.namespace]].block_size
-        for other in self.blocks:  # nothing that follows it may be left
-            assert (other.namespace, other.tokens[:-size]) != block
-        self.by_age.remove(block)
-        page = self.blocks.pop(block)
-        self.pages[page] = "free"
-        return page
+    def evict(self, page: Page, taker: int | None, *, own: bool = False) -> None:
+        """The block in this page goes for a namespace: it is the coldest that may.
 
-    # --- memory ---
+        Of all in its arena, or of the namespace's own.
+        """
+        spaces = [taker] if own and taker is not None else self.namespaces_of(page.arena)
+        losing = [one for one in spaces if self.num_spendable(one, taker)]
+        block = self.unlocked(*losing)[0]
+        assert block.page == page
+        self.remove(block)
+
+    def remove(self, block: Block) -> None:
+        assert not self.is_held(block)
+        size = self.size(block.namespace)
+        for other in self.of_namespace(block.namespace):  # nothing that follows it may be left
+            assert other.tokens[:-size] != block.tokens
+        self.by_age.remove(block)
+        del self.index[block.namespace, block.tokens]
+        self.pages[block.page] = "free"
+
+    def on_its_way(self, arena: int) -> set[Page]:
+        return {page for page in self.being_backed if page.arena == arena}
+
+    def taken_bytes(self) -> int:
+        tables = sum(arena.table_bytes for arena in self.arenas.values())
+        return tables + sum(
+            self.arenas[page.arena].page_bytes
+            for page, state in self.pages.items()
+            if state != "unbacked" or page in self.being_backed
+        )
+
+    def backable_extents(self, number: int) -> int:
+        """For how many extents there is memory, and room in the arena."""
+        arena = self.arenas[number]
+        unbacked = set(self.in_state(number, "unbacked")) - self.being_backed
+        left = (self.limits.capacity_bytes - self.taken_bytes()) // (
+            arena.extent_pages * arena.page_bytes
+        )
+        return max(0, min(left, len(unbacked) // arena.extent_pages)) if self.may_back else 0
+
+    def idle_extents(self, number: int) -> int:
+        """Extents whose pages are all free."""
+        size = self.arenas[number].extent_pages
+        extents = [page.number // size for page in self.in_state(number, "free")]
+        return sum(extents.count(extent) == size for extent in set(extents))
 
     def begin_backing(self, pages: list[Page]) -> None:
         for page in pages:
             assert self.pages[page] == "unbacked"
             assert page not in self.being_backed
         self.being_backed |= set(pages)
+        assert self.may_back
+        assert self.taken_bytes() <= self.limits.capacity_bytes
 
     def end_backing(self, pages: list[Page], *, backed: bool) -> None:
         self.being_backed -= set(pages)
@@ -263,20 +406,64 @@ class Model:
             self.pages.update(dict.fromkeys(pages, "free"))
         self.may_back &= backed
 
+    def unback(self, pages: list[Page]) -> None:
+        for page in pages:
+            assert self.pages[page] == "free"
+            self.pages[page] = "unbacked"
+
     def used_bytes(self) -> int:
-        return sum(
+        tables = sum(arena.table_bytes for arena in self.arenas.values())
+        return tables + sum(
             self.arenas[page.arena].page_bytes
             for page, state in self.pages.items()
             if state not in ("unbacked", "free")
         )
 
+    def spendable(self) -> list[Block]:
+        """The unlocked blocks of those namespaces that may lose one for anybody."""
+        return self.unlocked(*(one for one in self.namespaces if self.num_spendable(one, None)))
+
     def trim(self) -> list[Page]:
         """Above the high watermark: the least recent blocks of all, until the low one."""
         gone: list[Page] = []
-        if self.used_bytes() > self.high * self.capacity_bytes:
-            while self.by_age and self.used_bytes() > self.low * self.capacity_bytes:
-                gone.append(self.evict(self.by_age[0]))
+        high, low = (part * self.limits.capacity_bytes for part in self.limits.watermarks)
+        if self.used_bytes() > high:
+            while (blocks := self.spendable()) and self.used_bytes() > low:
+                self.remove(blocks[0])
+                gone.append(blocks[0].page)
         return gone
+
+    def missing(self, namespace: int, count: int) -> int:
+        """How many pages are not there once the namespace has made room for itself."""
+        free = len(self.in_state(self.namespaces[namespace].arena, "free"))
+        return max(0, count - free - self.excess(namespace, count))
+
+    def is_impossible(self, namespace: int, count: int) -> bool:
+        """Whether memory would not help: more is asked for than the namespace may have."""
+        most = min(self.arena_of(namespace).num_pages, self.max_pages(namespace))
+        return count > most or self.excess(namespace, count) > len(self.unlocked(namespace))
+
+    def is_hopeless(self, lease: Lease, count: int) -> bool:
+        arena = self.arena_of(lease.namespace)
+        most = min(arena.num_pages, self.max_pages(lease.namespace))
+        others = len(self.leases) > 1 or self.pins or self.quarantined or self.being_backed
+        own = len(lease.blocks) + len(lease.reserved)
+        return count > most - own or (self.may_back and not others)
+
+    def shortage(self, namespace: int, count: int) -> dict[str, object]:
+        number = self.namespaces[namespace].arena
+        held = self.in_state(number, "committed", "detached")
+        most = self.namespaces[namespace].max_bytes
+        return {
+            "num_wanted": count,
+            "num_free": len(self.in_state(number, "free")),
+            "num_locked": len(held) - len(self.unlocked(*self.namespaces_of(number))),
+            "num_reserved": len(self.in_state(number, "reserved")),
+            "num_quarantined": len(self.in_state(number, "quarantined")),
+            "num_pages": self.arenas[number].num_pages,
+            "max_pages": self.max_pages(namespace) if most else 0,
+            "holders": {},
+        }
 
     # --- commit ---
 
@@ -284,69 +471,157 @@ class Model:
         self, lease: Lease, first_block: int, pages: list[Page], tokens: Tokens
     ) -> tuple[list[Page], int]:
         """The pages that now hold the blocks, and how many of them are not those named."""
-        size = self.block_size(lease)
+        size = self.size(lease.namespace)
         start = first_block * size
-        if len(tokens) != len(pages) * size or start > len(lease.held):
+        if len(tokens) != len(pages) * size or first_block > len(lease.blocks):
             raise Refused("bad")
-        known = lease.held[start : start + len(tokens)]
+        known = lease.tokens[start : start + len(tokens)]
         if known != tokens[: len(known)]:
             raise Refused("bad")
         fresh = pages[len(known) // size :]
         if len(set(fresh)) != len(fresh) or not lease.reserved.issuperset(fresh):
             raise Refused("bad")
+        if fresh and lease.num_drops != self.namespaces[lease.namespace].num_drops:
+            raise Refused("dropped")
         for page in fresh:
-            end = len(lease.held) + size
-            block = Block(lease.namespace, lease.held + tokens[len(lease.held) - start :][:size])
-            assert len(block.tokens) == end
-            lease.held = block.tokens
-            if block not in self.blocks:
-                self.blocks[block] = page
-                self.pages[page] = "committed"
-                lease.reserved.remove(page)
-        self.lock(lease)
-        all_blocks = self.held_blocks(lease)[first_block : first_block + len(pages)]
-        now_in = [self.blocks[block] for block in all_blocks]
+            end = len(lease.tokens) + size - start
+            self.commit_block(lease, page, lease.tokens[:start] + tokens[:end])
+        self.lock(lease.blocks)
+        self.let_go_tail(lease)
+        now_in = [block.page for block in lease.blocks[first_block : first_block + len(pages)]]
         return now_in, sum(now != page for now, page in zip(now_in, pages, strict=True))
+
+    def commit_block(self, lease: Lease, page: Page, tokens: Tokens) -> None:
+        key = lease.namespace, tokens
+        if key not in self.index:
+            self.index[key] = Block(*key, page)
+            self.pages[page] = "committed"
+            lease.reserved.remove(page)
+        lease.blocks.append(self.index[key])
 
     # --- ends ---
 
-    def abort(self, lease: Lease) -> set[Page]:
-        given_back = set(lease.reserved)
+    def abort(self, lease: Lease) -> None:
+        self.pages.update(dict.fromkeys(lease.reserved, "free"))
         lease.granted = []
-        self.pages.update(dict.fromkeys(given_back, "free"))
         lease.reserved.clear()
-        return given_back
 
-    def release(self, session: int, lease_id: int) -> set[Page]:
+    def keep(self, lease: Lease, num_blocks: int) -> None:
+        self.abort(lease)
+        self.let_go_tail(lease)
+        lease.asked = None
+        gone = lease.blocks[num_blocks:]
+        del lease.blocks[num_blocks:]
+        self.let_go(gone)
+        lease.num_matched = min(lease.num_matched, num_blocks)
+
+    def release(self, session: int, lease_id: int) -> None:
         key = session, lease_id
-        given_back = self.end_lease(key) if key in self.leases else set()
-        self.ended_ids.add(key)
-        return given_back
-
-    def end_lease(self, key: tuple[int, int]) -> set[Page]:
-        """Give back what it reserved, and touch its path: the last block first, the root last."""
-        given_back = self.abort(self.leases[key])
-        lease = self.leases.pop(key)
-        for block in reversed(self.held_blocks(lease)):
-            if not self.is_locked(block):
-                self.by_age.append(block)
-        return given_back
-
-    def end_session(self, session: int) -> set[Page]:
-        """What the session could still write is quarantined."""
-        quarantined: set[Page] = set()
-        for key in [key for key in self.leases if key[0] == session]:
-            lease = self.leases[key]
-            quarantined |= lease.reserved
-            self.pages.update(dict.fromkeys(lease.reserved, "quarantined"))
-            lease.reserved.clear()
+        if key in self.leases:
             self.end_lease(key)
-        if quarantined:
-            self.quarantined[session] = quarantined
-        self.ended_ids = {key for key in self.ended_ids if key[0] != session}
-        return quarantined
+        self.ended_ids.add(key)
 
-    def session_gone(self, session: int) -> set[Page]:
-        pages = self.quarantined.pop(session, set())
-        self.pages.update(dict.fromkeys(pages, "free"))
-        return pages
+    def end_lease(self, key: tuple[int, int]) -> None:
+        """Give back what it reserved, and touch its path: the last block first."""
+        lease = self.leases[key]
+        self.abort(lease)
+        self.let_go_tail(lease)
+        del self.leases[key]
+        self.let_go(lease.blocks)
+
+    def let_go_tail(self, lease: Lease) -> None:
+        tail, lease.tail = lease.tail, None
+        if tail:
+            self.let_go([tail])
+
+    def end_session(self, session: int) -> None:
+        """What the session could still write is quarantined."""
+        for key, lease in list(self.leases.items()):
+            if lease.session == session:
+                self.pages.update(dict.fromkeys(lease.reserved, "quarantined"))
+                if lease.reserved:
+                    self.quarantined.setdefault(session, set()).update(lease.reserved)
+                lease.reserved.clear()
+                self.end_lease(key)
+        self.ended_ids = {key for key in self.ended_ids if key[0] != session}
+        for space in self.namespaces.values():
+            space.sessions.discard(session)
+
+    def session_gone(self, session: int) -> None:
+        self.pages.update(dict.fromkeys(self.quarantined.pop(session, set()), "free"))
+
+    # --- pins ---
+
+    def pin(self, owner: str, namespace: int, tokens: Tokens, expires: float) -> tuple[int, int]:
+        """The number of the pin, and of its blocks."""
+        blocks = self.known(namespace, tokens)
+        if not blocks:
+            return 0, 0
+        asked = owner, namespace, tokens
+        renewed = next(
+            (one for one, p in self.pins.items() if (p.owner, p.namespace, p.asked) == asked), 0
+        )
+        pin = Pin(owner, namespace, tokens, blocks, expires)
+        others = [one for number, one in self.pins.items() if number != renewed]
+        self.check_pins([*others, pin], owner)
+        self.lock(blocks)
+        before = self.pins.pop(renewed, None)
+        self.num_pins += not renewed
+        number = renewed or self.num_pins
+        self.pins[number] = pin
+        if before:
+            self.let_go(before.blocks)
+        return number, len(blocks)
+
+    def check_pins(self, pins: list[Pin], owner: str) -> None:
+        def num_bytes(*owners: str) -> int:
+            return sum(
+                len(pin.blocks) * self.arena_of(pin.namespace).page_bytes
+                for pin in pins
+                if pin.owner in owners
+            )
+
+        capacity, limits = self.limits.capacity_bytes, self.limits
+        if (
+            len(pins) > limits.pins
+            or num_bytes(owner) > math.floor(capacity * limits.owner_pinned_fraction)
+            or num_bytes(*{pin.owner for pin in pins})
+            > math.floor(capacity * limits.pinned_fraction)
+        ):
+            raise Refused("limit")
+
+    def unpin(self, number: int) -> None:
+        self.let_go(self.pins.pop(number).blocks)
+
+    def unpin_owner(self, owner: str, numbers: tuple[int, ...]) -> int:
+        pins = [
+            number
+            for number, pin in self.pins.items()
+            if pin.owner == owner and (not numbers or number in numbers)
+        ]
+        for number in pins:
+            self.unpin(number)
+        return len(pins)
+
+    def expire(self, now: float) -> None:
+        for number, pin in list(self.pins.items()):
+            if pin.expires <= now:
+                self.unpin(number)
+
+    # --- drop ---
+
+    def drop(self, namespace: int, tokens: Tokens, from_block: int) -> tuple[int, int]:
+        """How many blocks left the index, and how many of them leases still hold."""
+        self.namespaces[namespace].num_drops += 1
+        top = tokens[: (from_block + 1) * self.size(namespace)]
+        if tokens and len(self.known(namespace, tokens)) <= from_block:
+            return 0, 0
+        gone = [b for b in self.of_namespace(namespace) if b.tokens[: len(top)] == top]
+        for block in gone:
+            del self.index[namespace, block.tokens]
+            self.pages[block.page] = "detached" if self.is_held(block) else "free"
+        self.by_age = [block for block in self.by_age if block not in gone]
+        for number, pin in list(self.pins.items()):
+            if pin.blocks[-1] in gone:
+                self.unpin(number)
+        return len(gone), sum(map(self.is_held, gone))

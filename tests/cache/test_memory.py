@@ -309,6 +309,20 @@ def test_blocks_that_are_much_older_make_way_for_another_layout() -> None:
     assert (cache.texts(), wide.pool.num_backing) == (set(), 16)
 
 
+def test_memory_of_a_fragmented_layout_is_not_given_up() -> None:
+    """At one reserve half of each extent goes; another makes some whole."""
+    cache = Cache(128)
+    cache.add_wide(64, backed=False)
+    letters = [chr(letter) for letter in range(200, 328)]
+    for letter in letters:
+        cache.fill(letter)
+    for letter in letters[::2] + letters[1::2]:
+        cache.release(cache.match(letter))
+    answers = [cache.state.reserve(cache.match("?", lease=7, salt="wide"), 0, 4) for _ in range(2)]
+    assert [isinstance(one, Short) and one.hopeless for one in answers] == [False, False]
+    assert [backing(one.plan) for one in answers] == [[], [Run(0, 16)]]
+
+
 def test_what_is_guaranteed_does_not_move() -> None:
     cache = Cache(32)
     cache.tenant("mine", guaranteed_bytes=32 * LAYOUT.page_bytes)

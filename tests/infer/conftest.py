@@ -16,7 +16,7 @@ from kvd_client import Client, Namespace
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import LlamaForCausalLM, PreTrainedModel
 
 PATIENCE_SECONDS = 60.0
 # Several layouts lie in one daemon, and each keeps as much memory ready.
@@ -39,6 +39,38 @@ def daemon() -> Iterator[RunningDaemon]:
         yield daemon
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too, pages that are there are waited for."""
+    monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def one_thread(_two_threads: None) -> Iterator[None]:
+    """Small models gain nothing from a second thread, which others want."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def plain(one_thread: None) -> LlamaForCausalLM:
+    """A random model without kvd; `model` is the same with it."""
+    from demo import models
+
+    return models.tiny_llama()
+
+
+@pytest.fixture
+def model(plain: LlamaForCausalLM) -> LlamaForCausalLM:
+    from tests.infer.runs import with_kvd
+
+    return with_kvd()
+
+
 @contextmanager
 def attached(daemon: RunningDaemon) -> Iterator[Client]:
     with Client(daemon.endpoint, timeout=PATIENCE_SECONDS) as client:
@@ -46,15 +78,20 @@ def attached(daemon: RunningDaemon) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture
+def salt() -> str:
+    """What keeps this test's namespaces apart from those of others."""
+    return f"test {next(_salts)}"
+
+
 OpenFor = Callable[..., Namespace]
 
 
 @pytest.fixture
-def open_for(shared_daemon: RunningDaemon) -> Iterator[OpenFor]:
+def open_for(shared_daemon: RunningDaemon, salt: str) -> Iterator[OpenFor]:
     """Opens a model's namespace; each call is another client, all calls in a test meet."""
     from kvd_infer.hf import identity_of, layout_of
 
-    salt = f"test {next(_salts)}"
     clients: list[Client] = []
 
     def open_for(model: PreTrainedModel, revision: str = "r1", block_size: int = 16) -> Namespace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,103 +16,41 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from demo import models, recall
 from kvd.testing.daemons import running_daemon
-from kvd_client import BadRequest, Client, KvdError, Lease, LeaseEnded, Namespace, Unsupported
-from kvd_infer import hf
-from kvd_infer.hf import Generation, KvdCache, generate, identity_of, layout_of
-from tests.infer.conftest import (
-    PATIENCE_SECONDS,
-    OpenFor,
-    attached,
-    page_of,
-    plain_logits,
-    tolerance_of,
+from kvd_client import BadRequest, Client, KvdError, Lease, Namespace, Unsupported
+from kvd_infer.hf import generate, identity_of, layout_of
+from tests.infer.conftest import OpenFor, attached, page_of, plain_logits, tolerance_of
+from tests.infer.runs import (
+    STEPS,
+    At,
+    assert_greedy,
+    difference,
+    greedy,
+    logits_with_kvd,
+    num_leases,
+    prompt,
+    tiny_gpt2,
+    with_kvd,
 )
 
 if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedModel
+
     from kvd.testing.daemons import RunningDaemon
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Array: TypeAlias = NDArray[Any]
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 700]
-STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine too, pages that are there are waited for."""
-    monkeypatch.setattr(hf, "RESERVE_SECONDS", PATIENCE_SECONDS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread(_two_threads: None) -> Iterator[None]:
-    """Small models gain nothing from a second thread, which others want."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    return with_kvd()
-
-
-@pytest.fixture
-def plain() -> LlamaForCausalLM:
-    return models.tiny_llama()
-
-
-def with_kvd(**overrides: Any) -> LlamaForCausalLM:
-    model = models.tiny_llama(**overrides)
-    model.set_attn_implementation("kvd")
-    return model
-
-
-def prompt(num_tokens: int, seed: int = 0) -> Tensor:
-    data = torch.Generator().manual_seed(1000 * seed + num_tokens)
-    return torch.randint(0, 256, (1, num_tokens), generator=data)
-
-
-def logits_with_kvd(
-    model: LlamaForCausalLM, namespace: Namespace | None, ids: Tensor
-) -> tuple[Tensor, int]:
-    """Logits of the tokens that kvd did not have, and how many it had."""
-    with KvdCache(namespace, model, ids) as cache, torch.no_grad():
-        reused = cache.reused_tokens
-        return model(ids[:, reused:], **cache.as_kwargs()).logits, reused
-
-
-def greedy(
-    model: LlamaForCausalLM, namespace: Namespace | None, ids: Tensor, **arguments: Any
-) -> Generation:
-    arguments = {"max_new_tokens": STEPS, "do_sample": False} | arguments
-    return generate(model, namespace, ids, **arguments)
-
-
-def difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max())
-
-
-def assert_greedy(plain: LlamaForCausalLM, sequences: Tensor, num_prompt: int) -> None:
-    """Each token is the best one, by a model without kvd, after those before it.
-
-    Two that are closer than the tolerance are equally good; what follows is judged by itself.
-    """
-    assert sequences.shape[1] == num_prompt + STEPS
-    judged = plain_logits(plain, sequences)[0, num_prompt - 1 : -1]
-    chosen = judged.gather(1, sequences[0, num_prompt:, None])[:, 0]
-    assert float((judged.max(1).values - chosen).max()) <= tolerance_of(plain, sequences)
-
-
-# --- equality ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
@@ -182,10 +120,85 @@ def test_prompt_may_be_computed_in_chunks(
     model: LlamaForCausalLM, plain: LlamaForCausalLM, open_for: OpenFor
 ) -> None:
     ids = prompt(100)
+    cold = greedy(model, open_for(model), ids, prefill_chunk_size=23)
+    assert_greedy(plain, cold.sequences, 100)
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5.23", reason="5.19 computes all chunks, whatever the cache has"
+)
+def test_rest_of_a_prompt_may_be_computed_in_chunks(
+    model: LlamaForCausalLM, plain: LlamaForCausalLM, open_for: OpenFor
+) -> None:
+    ids = prompt(100)
     greedy(model, open_for(model), ids[:, :40])
     chunked = greedy(model, open_for(model), ids, prefill_chunk_size=23)
     assert chunked.reused_tokens == 32
     assert_greedy(plain, chunked.sequences, 100)
+
+
+def test_gpt2_computes_what_it_does_without_kvd(open_for: OpenFor) -> None:
+    model, plain, ids = gpt2_with_kvd(), tiny_gpt2(), prompt(50)
+    cold = greedy(model, open_for(model), ids)
+    warm = greedy(model, namespace := open_for(model), ids)
+    assert (cold.reused_tokens, warm.reused_tokens) == (0, 48)
+    for generation in (cold, warm):
+        assert_greedy(plain, generation.sequences, 50)
+
+    expected = plain_logits(plain, ids, 48)
+    assert difference(logits_with_kvd(model, namespace, ids)[0], expected) <= 1e-4
+    values_shifted(page := second_page(namespace, ids), page)
+    assert difference(logits_with_kvd(model, namespace, ids)[0], expected) > 1e-2
+
+
+SAMPLINGS = [
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8, "temperature": 1.5},
+    {"min_p": 0.05},
+]
+PROMPT_LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_samples_are_those_of_a_run_without_kvd(
+    model: LlamaForCausalLM,
+    plain: LlamaForCausalLM,
+    open_for: OpenFor,
+    sampling: dict[str, Any],
+) -> None:
+    ids, sampling = prompt(40), {"max_new_tokens": STEPS, "do_sample": True} | sampling
+    torch.manual_seed(7)
+    expected = plain.generate(ids, **sampling)
+    assert not expected.equal(plain.generate(ids, **sampling))
+    for reused in (0, 32):
+        torch.manual_seed(7)
+        generation = generate(model, open_for(model), ids, **sampling)
+        assert generation.reused_tokens == reused
+        assert generation.sequences.equal(expected)
+
+
+@pytest.mark.parametrize("has_model", [False, True], ids=["prompt lookup", "assistant"])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
+def test_assisted_decoding_finds_the_same_tokens(
+    model: LlamaForCausalLM,
+    plain: LlamaForCausalLM,
+    open_for: OpenFor,
+    has_model: bool,
+    is_warm: bool,
+) -> None:
+    ids, namespace, assistance = prompt(20).repeat(1, 2), open_for(model), PROMPT_LOOKUP
+    if has_model:
+        assistance = {"assistant_model": models.tiny_llama(num_hidden_layers=1)}
+    if is_warm:
+        greedy(model, namespace, ids)
+    assisted = greedy(model, namespace, ids, **assistance)
+    assert_greedy(plain, assisted.sequences, 40)
+    assert (assisted.reused_tokens, assisted.committed_tokens) == (0, 48)
+    warm, reused = logits_with_kvd(model, namespace, assisted.sequences)
+    assert reused == 48
+    expected = plain_logits(plain, assisted.sequences, 48)
+    assert difference(warm, expected) <= tolerance_of(plain, assisted.sequences)
 
 
 def test_revisions_never_meet(model: LlamaForCausalLM, open_for: OpenFor) -> None:
@@ -232,6 +245,12 @@ def values_of_last_layer(page: Array, other: Array) -> None:
 DAMAGES = pytest.mark.parametrize(
     "damage", [zeroed, stale, values_shifted, keys_only, values_of_last_layer]
 )
+
+
+def gpt2_with_kvd() -> PreTrainedModel:
+    model = tiny_gpt2()
+    model.set_attn_implementation("kvd")
+    return model
 
 
 def second_page(namespace: Namespace, ids: Tensor) -> Array:
@@ -293,27 +312,39 @@ def test_recall_model_names_the_damaged_block(
     assert max(errors[1:]) < 0.05
 
 
+PROGRAM = """
+import sys, torch
+from kvd_client import Client
+from kvd_infer.hf import generate, identity_of, layout_of
+from tests.infer.runs import tiny_gpt2, tiny_llama
+torch.set_num_threads(1)
+with Client(sys.argv[1], timeout=60) as client:
+    assert client.wait_attached(60)
+    for model in (tiny_llama(), tiny_gpt2()):
+        model.set_attn_implementation("kvd")
+        namespace = client.open(identity_of(model), layout_of(model))
+        ids = torch.arange(200)[None]
+        generation = generate(model, namespace, ids, max_new_tokens=24, do_sample=False)
+        print(generation.reused_tokens, *generation.sequences[0].tolist())
+"""
+
+
+def test_processes_reuse_each_others_prefixes(daemon: RunningDaemon) -> None:
+    program = [sys.executable, "-c", PROGRAM, daemon.endpoint]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    for make, line in zip((models.tiny_llama, tiny_gpt2), done.stdout.splitlines(), strict=True):
+        reused, *theirs = map(int, line.split())
+        plain, model = make(), make()
+        model.set_attn_implementation("kvd")
+        with attached(daemon) as client:
+            namespace = client.open(identity_of(model), layout_of(model))
+            ours = greedy(model, namespace, torch.arange(200)[None])
+        assert (reused, ours.reused_tokens) == (0, 192)
+        assert_greedy(plain, torch.tensor([theirs]), 200)
+        assert_greedy(plain, ours.sequences, 200)
+
+
 # --- outages -----------------------------------------------------------------------------------
-
-
-class At:
-    """A hook that does something once, when a layer is reached for the n-th time."""
-
-    def __init__(
-        self, model: LlamaForCausalLM, layer: int, nth: int, do: Callable[[], object]
-    ) -> None:
-        self._left = nth
-        self._do = do
-        self._handle = model.model.layers[layer].register_forward_hook(self)
-
-    def __call__(self, *args: object) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._do()
-
-    def close(self) -> None:
-        assert self._left <= 0, "the layer was not reached"
-        self._handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -382,7 +413,7 @@ def test_too_few_pages_change_no_token(
     num_tokens: int,
 ) -> None:
     """Pages for 1024 tokens: too few for the prompt, for what is generated, for anything."""
-    monkeypatch.setattr(hf, "RESERVE_SECONDS", 0.1)
+    monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.1)
     layout = layout_of(model)
     settings = {
         "tiers": [{"type": "host", "capacity_bytes": 64 * layout.page_bytes}],
@@ -427,128 +458,6 @@ def test_restart_draws_no_other_sample_and_streams_no_token_twice(
     assert recorder.ids == [*expected[0].tolist(), -1]
 
 
-def test_forward_raises_when_its_lease_has_ended(
-    model: LlamaForCausalLM, daemon: RunningDaemon
-) -> None:
-    ids = prompt(40)
-    with attached(daemon) as client:
-        namespace = client.open(identity_of(model), layout_of(model))
-        with KvdCache(namespace, model, ids) as cache, torch.no_grad():
-            model(ids, **cache.as_kwargs())
-            daemon.restart()
-            with pytest.raises(LeaseEnded):
-                model(ids[:, :1], **cache.as_kwargs())
-
-
-PROGRAM = """
-import sys, torch
-from demo.models import tiny_llama
-from kvd_client import Client
-from kvd_infer.hf import generate, identity_of, layout_of
-torch.set_num_threads(1)
-model = tiny_llama()
-model.set_attn_implementation("kvd")
-with Client(sys.argv[1], timeout=60) as client:
-    assert client.wait_attached(60)
-    namespace = client.open(identity_of(model), layout_of(model))
-    ids = torch.arange(200)[None]
-    generation = generate(model, namespace, ids, max_new_tokens=24, do_sample=False)
-print(generation.reused_tokens, *generation.sequences[0].tolist())
-"""
-
-
-def test_processes_reuse_each_others_prefixes(
-    model: LlamaForCausalLM, plain: LlamaForCausalLM, daemon: RunningDaemon
-) -> None:
-    program = [sys.executable, "-c", PROGRAM, daemon.endpoint]
-    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    reused, *theirs = map(int, done.stdout.split())
-    with attached(daemon) as client:
-        namespace = client.open(identity_of(model), layout_of(model))
-        ours = greedy(model, namespace, torch.arange(200)[None])
-    assert (reused, ours.reused_tokens) == (0, 192)
-    assert_greedy(plain, torch.tensor([theirs]), 200)
-    assert_greedy(plain, ours.sequences, 200)
-
-
-# --- the end of a cache ------------------------------------------------------------------------
-
-
-def num_leases(namespace: Namespace) -> int:
-    session = namespace.client.connection.core.session
-    assert session is not None
-    (status,) = (s for s in namespace.client.status().sessions if s.session == session.name)
-    return status.num_leases
-
-
-def test_closed_cache_holds_nothing(model: LlamaForCausalLM, open_for: OpenFor) -> None:
-    namespace = open_for(model)
-    cache = KvdCache(namespace, model, prompt(40))
-    with torch.no_grad():
-        model(prompt(40), **cache.as_kwargs())
-    assert num_leases(namespace) == 1
-    cache.close()
-    cache.close()
-    assert num_leases(namespace) == 0
-    with pytest.raises(BadRequest, match="closed"), torch.no_grad():
-        model(prompt(40), **cache.as_kwargs())
-
-
-def test_forward_that_fails_leaves_nothing_behind(
-    model: LlamaForCausalLM, plain: LlamaForCausalLM, open_for: OpenFor
-) -> None:
-    ids, namespace = prompt(40), open_for(model)
-
-    def fail() -> None:
-        raise RuntimeError("as if")
-
-    with pytest.raises(RuntimeError), closing(At(model, 0, 1, fail)):
-        greedy(model, namespace, ids)
-    assert num_leases(namespace) == 0
-    assert difference(plain_logits(model, ids, 16), plain_logits(plain, ids, 16)) == 0
-    generation = greedy(model, namespace, ids)
-    assert generation.reused_tokens == 0
-    assert_greedy(plain, generation.sequences, 40)
-
-
-def test_forward_that_failed_can_be_done_again(
-    model: LlamaForCausalLM, plain: LlamaForCausalLM, open_for: OpenFor
-) -> None:
-    ids = prompt(40)
-
-    def fail() -> None:
-        raise RuntimeError("as if")
-
-    with KvdCache(open_for(model), model, ids) as cache, torch.no_grad():
-        with pytest.raises(RuntimeError), closing(At(model, 0, 1, fail)):
-            model(ids, **cache.as_kwargs())
-        logits = model(ids, **cache.as_kwargs()).logits
-    assert difference(logits, plain_logits(plain, ids)) <= tolerance_of(plain, ids)
-
-
-def test_commit_wants_the_cache_s_own_prompt(model: LlamaForCausalLM, open_for: OpenFor) -> None:
-    with KvdCache(open_for(model), model, prompt(40)) as cache, pytest.raises(BadRequest):
-        cache.commit(prompt(41))
-
-
-# --- without a KvdCache, "kvd" is sdpa ----------------------------------------------------------
-
-
-def test_plain_generate_with_padding_is_that_of_sdpa(
-    model: LlamaForCausalLM, plain: LlamaForCausalLM
-) -> None:
-    ids, mask = prompt(40).view(2, 20), torch.ones(2, 20, dtype=torch.long)
-    mask[0, :7] = 0
-    arguments = {"attention_mask": mask, "max_new_tokens": 8, "num_beams": 2, "do_sample": False}
-    assert model.generate(ids, **arguments).equal(plain.generate(ids, **arguments))
-
-
-def test_plain_cache_with_a_prefix_is_that_of_sdpa(
-    model: LlamaForCausalLM, plain: LlamaForCausalLM
-) -> None:
-    assert plain_logits(model, prompt(40), 16).equal(plain_logits(plain, prompt(40), 16))
-
-
 # --- refusals ----------------------------------------------------------------------------------
 
 
@@ -557,7 +466,14 @@ def test_plain_cache_with_a_prefix_is_that_of_sdpa(
     [
         ({"num_beams": 2}, "one sequence"),
         ({"num_return_sequences": 2, "do_sample": True}, "one sequence"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
+        ({"use_cache": False}, "use_cache"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache"),
+        ({"inputs": torch.arange(4)[None]}, "input_ids"),
+        ({"inputs_embeds": torch.zeros(1, 4, 64)}, "token ids"),
+        ({"token_type_ids": torch.zeros(1, 4)}, "token ids"),
+        ({"cache": None}, "makes the cache itself"),
+        ({"past_key_values": None}, "makes the cache itself"),
+        ({"cache_implementation": "static"}, "makes the cache itself"),
         ({"attention_mask": torch.tensor([[0] * 3 + [1] * 37])}, "padding"),
     ],
 )
@@ -577,96 +493,19 @@ def test_generate_refuses(
     assert num_leases(namespace) == 0
 
 
-def test_forward_refuses_other_positions(model: LlamaForCausalLM) -> None:
-    with KvdCache(None, model, prompt(20)) as cache, torch.no_grad():
-        positions = torch.arange(1, 21)[None]
-        with pytest.raises(Unsupported, match="position_ids"):
-            model(prompt(20), position_ids=positions, **cache.as_kwargs())
+@pytest.mark.parametrize("ids", [None, [1, 2], [[1, 2]], {"input_ids": torch.arange(4)[None]}])
+def test_generate_wants_its_ids_in_a_tensor(model: LlamaForCausalLM, ids: Any) -> None:
+    with pytest.raises(BadRequest, match="not a tensor"):
+        generate(model, None, ids)
 
 
-def test_forward_refuses_gradients(model: LlamaForCausalLM) -> None:
-    with KvdCache(None, model, prompt(20)) as cache, pytest.raises(Unsupported, match="no_grad"):
-        model(prompt(20), **cache.as_kwargs())
+@pytest.mark.parametrize("ids", [torch.rand(1, 4), torch.tensor([[1, -2, 3]])])
+def test_generate_wants_ids(model: LlamaForCausalLM, open_for: OpenFor, ids: Tensor) -> None:
+    with pytest.raises(BadRequest, match="integers"):
+        generate(model, open_for(model), ids)
 
 
-def test_forward_refuses_more_tokens_than_the_prompt_has(model: LlamaForCausalLM) -> None:
-    with KvdCache(None, model, prompt(20)) as cache, torch.no_grad(), pytest.raises(Unsupported):
-        model(prompt(21), **cache.as_kwargs())
-
-
-def test_attention_that_does_not_go_through_kvd_is_noticed(
-    model: LlamaForCausalLM, plain: LlamaForCausalLM
-) -> None:
-    with pytest.raises(Unsupported, match="set_attn_implementation"):
-        KvdCache(None, plain, prompt(20))
-    noticed = pytest.raises(Unsupported, match="set_attn_implementation")
-    with KvdCache(None, model, prompt(20)) as cache, torch.no_grad(), noticed:
-        plain(prompt(20), **cache.as_kwargs())
-
-
-def test_cache_is_of_one_prompt_and_one_model(model: LlamaForCausalLM, open_for: OpenFor) -> None:
+@pytest.mark.parametrize("ids", [torch.arange(4), torch.arange(8).view(2, 4), torch.ones(1, 0)])
+def test_generate_wants_one_prompt(model: LlamaForCausalLM, ids: Tensor) -> None:
     with pytest.raises(Unsupported, match="one KvdCache for each prompt"):
-        KvdCache(None, model, prompt(20).view(2, 10))
-    with pytest.raises(BadRequest, match="num_kv_heads 2 against 4"):
-        KvdCache(open_for(model), with_kvd(num_key_value_heads=4), prompt(20))
-    with KvdCache(None, model, prompt(20)) as cache, pytest.raises(Unsupported):
-        cache.reset()
-
-
-def test_layers_that_forget_are_refused() -> None:
-    config = MistralConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, sliding_window=4,
-    )  # fmt: skip
-    with pytest.raises(Unsupported, match="full attention"):
-        layout_of(MistralForCausalLM(config))
-
-
-def test_keys_that_depend_on_the_prompt_s_length_are_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    with pytest.raises(Unsupported, match="rope_type"):
-        layout_of(models.tiny_llama(rope_parameters=rope))
-
-
-# --- identity ----------------------------------------------------------------------------------
-
-
-def test_revision_is_given_or_a_digest(plain: LlamaForCausalLM) -> None:
-    assert identity_of(plain, "r1").revision == "r1"
-    assert len(identity_of(plain).revision) == 64
-    plain.config._commit_hash = "c0ffee"  # says where the weights came from, not what they are now
-    assert len(identity_of(plain).revision) == 64
-
-
-def test_layers_with_an_adapter_around_them_are_refused_until_it_is_named(
-    plain: LlamaForCausalLM,
-) -> None:
-    plain.model.layers[0].lora_A = torch.nn.Linear(2, 2)
-    with pytest.raises(Unsupported, match="adapter"):
-        identity_of(plain)
-    assert identity_of(plain, adapter="mine@3").adapter == "mine@3"
-
-
-def test_embeddings_in_place_of_ids_are_refused(model: LlamaForCausalLM) -> None:
-    with pytest.raises(Unsupported, match="inputs_embeds"):
-        generate(model, None, torch.arange(4)[None], inputs_embeds=torch.zeros(1, 4, 64))
-
-
-def test_digest_tells_weights_apart(plain: LlamaForCausalLM, model: LlamaForCausalLM) -> None:
-    assert identity_of(plain) == identity_of(model)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
-    assert identity_of(plain) != identity_of(model)
-
-
-def test_positions_tell_rotary_settings_apart(plain: LlamaForCausalLM) -> None:
-    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
-    other = models.tiny_llama(rope_parameters=rope)
-    assert identity_of(plain, "r").positions != identity_of(other, "r").positions
-
-
-def test_adapter_needs_a_name(plain: LlamaForCausalLM) -> None:
-    plain._hf_peft_config_loaded = True
-    with pytest.raises(Unsupported, match="adapter"):
-        identity_of(plain)
-    assert identity_of(plain, adapter="lora@1").adapter == "lora@1"
+        generate(model, None, ids)

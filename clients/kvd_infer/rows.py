@@ -1,0 +1,221 @@
+"""The keys and values of one sequence: in pages leased from kvd, then in private memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvd_client import BadRequest, KvdError, Layout, Lease, LeaseEnded, Namespace, PagesInUse
+
+logger = logging.getLogger(__name__)
+
+# Pages that are not there soon are not worth the wait: there is private memory.
+RESERVE_SECONDS = 1.0
+CHUNK_TOKENS = 256
+
+
+class Rows:
+    """The KV of one sequence's tokens, a row for each; what kvd knows of them is there at first.
+
+    tokens:   0 ……… sealed ……… length ……… capacity ………
+    lie in:   pages            own pages            private memory
+              that are never written again
+
+    The first ids are known, so that their blocks can be committed as soon as they are written. A
+    daemon that is away or has no pages is no error: the rest then lies in private memory. Views
+    are `[layers, planes, tokens, heads, head_size]`, in the tokens' order; those for writing must
+    be gone before the next call.
+    """
+
+    length: int  # tokens whose rows are written
+    reused_tokens: int  # those of them that were matched
+
+    def __init__(self, namespace: Namespace | None, layout: Layout, tokens: Tensor) -> None:
+        """Match the ids `tokens` but for the last: an engine computes at least one itself."""
+        self._namespace = namespace
+        self._layout = layout
+        self._tokens = tokens
+        self._take(tokens[:-1])
+        self.reused_tokens = self.length
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are known."""
+        return len(self._tokens)
+
+    @property
+    def num_committed(self) -> int:
+        return self._lease.num_committed if self._lease else 0
+
+    @property
+    def _capacity(self) -> int:
+        return self._lease.capacity_tokens if self._lease else 0
+
+    def extend(self, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Views for writing tokens `length` to `stop - 1`, and for reading all up to them."""
+        self._check()
+        self._reserve(stop)
+        return self._views(self.length, stop, for_writing=True), self._views(0, stop)
+
+    def written(self, stop: int) -> None:
+        """The rows up to `stop` are written: commit blocks of known ids. Raises LeaseEnded."""
+        self._check()
+        start, self.length = self.length, stop
+        if start < self.num_known:
+            self._commit()
+
+    def commit(self, tokens: Tensor) -> None:
+        """Commit what is written of the sequence, whose ids are `tokens`. Raises LeaseEnded."""
+        if len(tokens) < self.length:
+            raise BadRequest(f"{len(tokens)} ids for the KV of {self.length} tokens: crop it first")
+        if not torch.equal(tokens[: self.num_known], self._tokens):
+            raise BadRequest("the ids do not begin with the prompt, or with what was committed")
+        self._tokens = tokens[: max(self.length, self.num_known)]
+        self._commit()
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget all rows and ids but those of the first tokens, of which there are more.
+
+        Where that goes into blocks which are never written again, the sequence goes on in pages of
+        its own, with copies of the rows that it keeps of the last block. Raises LeaseEnded.
+        """
+        self._tokens = self._tokens[:num_tokens]
+        self.reused_tokens = min(self.reused_tokens, num_tokens)
+        if num_tokens < self._num_sealed:
+            self._move(num_tokens)
+        self.length = num_tokens
+
+    def begin_anew(self) -> None:
+        """Forget all rows; the known ids are to be written again."""
+        tokens = self._tokens
+        self.crop(0)
+        self._tokens = tokens
+
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """Release the pages, later where a traceback may hold views of them. Idempotent."""
+        self._memory = _PrivateMemory(self._layout)
+        if self._lease is not None:
+            self._lease.__exit__(error)
+
+    # --- where rows lie ---
+
+    def _views(self, start: int, stop: int, *, for_writing: bool = False) -> list[Tensor]:
+        capacity = self._capacity
+        views: list[Tensor] = []
+        if self._lease is not None and start < capacity:
+            pages = self._lease.write_tensors if for_writing else self._lease.read_tensors
+            views += pages(start, min(stop, capacity))
+        if stop > capacity:
+            views += self._memory.tensors(max(start - capacity, 0), stop - capacity)
+        return views
+
+    def _move(self, num_tokens: int) -> None:
+        """Hold the first tokens in a lease that can be written behind them."""
+        old = self._lease
+        assert old is not None, "only pages are never written again"
+        self._take(self._tokens)
+        self._reserve(num_tokens)
+        _copy(
+            old.read_tensors(self.length, num_tokens),
+            self._views(self.length, num_tokens, for_writing=True),
+        )
+        old.check()
+        old.release_quietly()  # or it is released when the last views of its pages are gone
+
+    # --- the daemon ---
+
+    def _take(self, tokens: Tensor) -> None:
+        """A new lease, of what kvd knows of these tokens; the rows are those that it matched."""
+        self._lease = self._match(tokens)
+        self._memory = _PrivateMemory(self._layout)
+        # Once a token has no page, none behind it gets one: commits are contiguous.
+        self._pages_end = False
+        self.length = self._num_sealed = self._lease.num_tokens if self._lease else 0
+
+    def _match(self, tokens: Tensor) -> Lease | None:
+        """A lease of the longest prefix that kvd knows; None where there is none to be had."""
+        if self._namespace is None:
+            return None
+        with _going_on():
+            lease = self._namespace.match(tokens.numpy())
+            if lease.is_open or lease.capacity_tokens > 0:
+                return lease
+            logger.info("no kvd answers on %s", self._namespace.client.endpoint)
+        return None
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _reserve(self, num_tokens: int) -> None:
+        lease = self._lease
+        if lease is not None and not self._pages_end and num_tokens > lease.capacity_tokens:
+            self._pages_end = True
+            with _going_on():
+                lease.reserve(num_tokens, timeout=RESERVE_SECONDS)
+                self._pages_end = False
+
+    def _commit(self) -> None:
+        """Commit the whole blocks of known ids whose rows are written, and lie in pages."""
+        if (lease := self._lease) is not None:
+            stop = min(self.num_known, self.length, lease.capacity_tokens)
+            # Whatever becomes of the commit: an answer may be lost.
+            self._num_sealed = max(self._num_sealed, stop - stop % self._layout.block_size)
+            with _going_on():
+                lease.commit(self._tokens[lease.num_committed : stop].numpy())
+
+
+class _PrivateMemory:
+    """The KV of tokens that have no page, in the shape of leased runs; grows by chunks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._chunks: list[Tensor] = []
+
+    def tensors(self, start: int, stop: int) -> list[Tensor]:
+        """Views of tokens `start` to `stop - 1`, one per chunk."""
+        self._grow(stop)
+        views, at = [], 0
+        for chunk in self._chunks:
+            size = chunk.shape[2]
+            first, end = max(start - at, 0), min(stop - at, size)
+            if first < end:
+                views.append(chunk[:, :, first:end])
+            at += size
+        return views
+
+    def _grow(self, num_tokens: int) -> None:
+        missing = num_tokens - sum(chunk.shape[2] for chunk in self._chunks)
+        if missing > 0:
+            layout = self._layout
+            shape = (
+                layout.num_layers,
+                layout.num_planes,
+                max(missing, CHUNK_TOKENS),
+                layout.num_kv_heads,
+                layout.head_size,
+            )
+            self._chunks.append(torch.empty(shape, dtype=getattr(torch, layout.dtype)))
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy rows between views that are cut in different places."""
+    if sources:
+        rows = torch.cat(list(sources), dim=2).split([target.shape[2] for target in targets], dim=2)
+        for target, its_rows in zip(targets, rows, strict=True):
+            target.copy_(its_rows)
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Inference goes on without what the daemon could not do, whatever the reason."""
+    try:
+        yield
+    except (BadRequest, LeaseEnded, PagesInUse):  # mistakes, and what must be told
+        raise
+    except KvdError as error:
+        logger.warning("going on without kvd: %s", error)

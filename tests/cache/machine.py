@@ -1,0 +1,327 @@
+"""A CacheState and a Model side by side: how they are made, asked, and compared after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+
+from kvd.arena.page_table import PageState
+from kvd.arena.runs import pages_of
+from kvd.cache import plan as plans
+from kvd.cache.audit import check
+from kvd.cache.memory import NO_QUOTA, Namespace, Quota
+from kvd.cache.rows import rows_of
+from kvd.cache.state import CacheState
+from kvd.config import CacheConfig, LimitConfig
+from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded
+from kvd.protocol.keys import Identity
+from kvd.protocol.layout import Layout
+from kvd.protocol.messages import Run
+from tests.cache import model as slow
+from tests.cache.books import Books
+from tests.cache.model import Model, Page, Refused, Tokens
+
+if TYPE_CHECKING:
+    from kvd.cache.leases import Lease
+    from kvd.cache.plan import Matched, Plan, Step
+
+SMALL = Layout(1, 1, 2, "float16", block_size=1, num_planes=1)  # 4 bytes a page
+PAIRS = Layout(1, 1, 2, "float16", block_size=2, num_planes=1)  # 8 bytes a page
+FOURS = Layout(1, 1, 1, "float16", block_size=4, num_planes=1)  # 8 bytes a page
+NUM_PAGES = {SMALL: 48, PAIRS: 32, FOURS: 32}
+EXTENT = 16
+IMAGE = bytes([1]) * 32
+
+ERRORS = {"ended": LeaseEnded, "limit": LimitExceeded, "bad": BadRequest, "dropped": Dropped}
+
+
+@dataclass(frozen=True)
+class Spec:
+    layout: Layout
+    extras: bool = False
+    quota: Quota = NO_QUOTA
+
+
+SPECS = [
+    Spec(SMALL),
+    Spec(PAIRS),
+    Spec(SMALL, quota=Quota(guaranteed_bytes=32)),
+    Spec(FOURS, extras=True),
+    Spec(SMALL, extras=True, quota=Quota(max_bytes=48)),
+    Spec(PAIRS, quota=Quota(guaranteed_bytes=32, max_bytes=96)),
+    Spec(FOURS, quota=Quota(guaranteed_bytes=96)),
+]
+
+any_number = st.integers(0, 1000)
+small_number = st.integers(0, 2)
+some_space = st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, 6])
+some_tokens = st.lists(st.sampled_from([0, 0, 1, 1, 2]), min_size=1, max_size=12).map(tuple)
+# Tokens that begin as something that is there, cut at some length, and then go their own way.
+prompts = st.tuples(any_number, st.integers(0, 15), some_tokens)
+Prompt = tuple[int, int, Tokens]
+
+
+def encode(space: Namespace, tokens: Tokens) -> bytes:
+    """Tokens as rows; from 2 on they are images, where the namespace has extras."""
+    extras = tuple((place, IMAGE) for place, token in enumerate(tokens) if token >= 2)
+    ids = np.array([token % 2 for token in tokens], "<u4").tobytes()
+    return rows_of(ids, extras if space.tree.row_bytes > 4 else (), 0, space.tree.row_bytes)
+
+
+def decode(space: Namespace, rows: bytes | bytearray) -> Tokens:
+    words = np.frombuffer(rows, "<u4").reshape(-1, space.tree.row_bytes // 4)
+    return tuple((words[:, 0] + 2 * words[:, 1:].any(axis=1)).tolist())
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        capacity_bytes=st.sampled_from([128, 192, 256, 320]),
+        watermarks=st.sampled_from([(1.0, 1.0), (0.5, 0.25), (0.25, 0.125)]),
+        many=st.booleans(),
+        table_bytes=st.sampled_from([0, 24]),
+        reserved_fraction=st.sampled_from([0.4, 1.0]),
+        ready=st.booleans(),
+    )
+    def start(
+        self,
+        capacity_bytes: int,
+        watermarks: tuple[float, float],
+        many: bool,
+        table_bytes: int,
+        reserved_fraction: float,
+        ready: bool,
+    ) -> None:
+        slots, leases, spaces, layouts, pins = (12, 8, 8, 3, 6) if many else (3, 2, 3, 2, 2)
+        limits = slow.Limits(
+            capacity_bytes=capacity_bytes,
+            watermarks=watermarks,
+            slots=slots,
+            session_leases=leases,
+            session_reserved_fraction=reserved_fraction,
+            namespaces=spaces,
+            layouts=layouts,
+            pins=pins,
+            pinned_fraction=0.5,
+            owner_pinned_fraction=0.3,
+        )
+        config = LimitConfig(
+            session_leases=leases,
+            session_reserved_fraction=reserved_fraction,
+            namespaces=spaces,
+            layouts=layouts,
+            pins=pins,
+            pinned_fraction=0.5,
+            owner_pinned_fraction=0.3,
+        )
+        self.state = CacheState(capacity_bytes, slots, CacheConfig(*watermarks), config)
+        self.model, self.books = Model(limits), Books()
+        self.table_bytes = table_bytes
+        self.sessions, self.num_sessions = [1, 2, 3], 3
+        self.ended: list[int] = []
+        self.in_backing: list[tuple[int, Run]] = []
+        self.now = 0.0
+        if ready and (space := self.opened(1, 0)):
+            self.begin_backing(space.arena.id)
+            while self.in_backing:
+                self.backing_ended(pick=0, backed=True)
+
+    # --- plans ---
+
+    def told(self, plan: Plan, taker: Namespace | None = None, excess: int = 0) -> None:
+        """The model hears what the memory chose: evictions, and memory that comes and goes.
+
+        The first `excess` blocks that go in the taker's arena are its own.
+        """
+        self.books.carry_out(plan)
+        for step in plan:
+            match step:
+                case plans.Freed(arena, pages):
+                    for page in pages.tolist():
+                        own = bool(taker and excess and arena == taker.arena.id)
+                        self.model.evict(Page(arena, page), taker.id if taker else None, own=own)
+                        excess -= own
+                case plans.Unback(arena, run):
+                    self.model.unback(self.pages(arena, run))
+                case plans.Back(arena, run):
+                    self.model.begin_backing(self.pages(arena, run))
+                    extents = range(run.first, run.first + run.count, EXTENT)
+                    self.in_backing += [(arena, Run(first, EXTENT)) for first in extents]
+
+    def pages(self, arena: int, run: Run) -> list[Page]:
+        return [Page(arena, page) for page in pages_of([run]).tolist()]
+
+    def begin_backing(self, arena: int) -> None:
+        plan: list[Step] = []
+        self.state.memory.begin_backing(self.state.memory.arenas[arena], EXTENT, plan)
+        self.told(plan)
+
+    def backing_ended(self, pick: int, backed: bool) -> None:
+        arena, run = self.in_backing.pop(pick % len(self.in_backing))
+        self.model.end_backing(self.pages(arena, run), backed=backed)
+        self.state.memory.may_back &= backed  # what the manager does
+        arena_state = self.state.memory.arenas[arena]
+        self.books.carry_out(self.state.memory.end_backing(arena_state, run, backed=backed))
+        assert self.books.freed == (self.pages(arena, run) if backed else [])
+
+    # --- namespaces ---
+
+    def opened(self, session: int, number: int) -> Namespace | None:
+        """The namespace, opened by the session; None where that is refused."""
+        spec = SPECS[number]
+        is_known = self.model.find_namespace(number) is not None
+        if not is_known and not self.made_place(spec.layout):
+            return None
+        arena = self.state.find_arena(spec.layout)
+        assert arena
+        quota = spec.quota
+        args = session, bytes([number]), Identity("model", str(number)), "", arena
+        try:
+            expected = self.model.open(
+                session,
+                slow.Namespace(number, arena.id, quota.guaranteed_bytes, quota.max_bytes),
+            )
+        except Refused as refused:
+            with pytest.raises(ERRORS[refused.kind]):
+                self.state.open_namespace(*args, extras=spec.extras, quota=quota)
+            return None
+        space = self.state.open_namespace(*args, extras=spec.extras, quota=quota)
+        assert space.id == expected
+        return space
+
+    def made_place(self, layout: Layout) -> bool:
+        """For one more namespace, and its arena where there is none."""
+        for_arena = self.model.find_arena(layout.page_bytes, layout.block_size) is None
+        assert for_arena == (self.state.find_arena(layout) is None)
+        try:
+            self.model.make_place(for_arena=for_arena)
+        except Refused as refused:
+            with pytest.raises(ERRORS[refused.kind]):
+                self.state.make_place(for_arena=for_arena)
+            return False
+        self.books.carry_out(self.state.make_place(for_arena=for_arena))
+        if for_arena:
+            self.add_arena(layout)
+        return True
+
+    def add_arena(self, layout: Layout) -> None:
+        num_pages = NUM_PAGES[layout]
+        arena, plan = self.state.add_arena(layout, num_pages, EXTENT, self.table_bytes)
+        added = slow.Arena(
+            layout.block_size, layout.page_bytes, num_pages, EXTENT, self.table_bytes
+        )
+        self.model.add_arena(arena.id, added)
+        self.books.add_arena(arena.id, layout, num_pages)
+        self.told(plan)
+        if self.model.taken_bytes() > self.model.limits.capacity_bytes:
+            assert not self.model.spendable()
+            assert not any(map(self.model.idle_extents, self.model.arenas))
+
+    def some_space(self, pick: int) -> Namespace:
+        spaces = list(self.state.namespaces.values())
+        return spaces[pick % len(spaces)]
+
+    # --- choosing ---
+
+    def tokens(self, space: Namespace, prompt: Prompt) -> Tokens:
+        pick, cut, suffix = prompt
+        known = sorted(block.tokens for block in self.model.of_namespace(space.id))
+        tokens = (known[pick % len(known)][:cut] if known else ()) + suffix
+        return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
+
+    def both(self, pick: int) -> tuple[Lease, slow.Lease]:
+        keys = sorted(self.model.leases)
+        session, lease_id = keys[pick % len(keys)]
+        return self.state.leases.get(session, lease_id), self.model.leases[session, lease_id]
+
+    def some_lease(self) -> bool:
+        return bool(self.model.leases)
+
+    def check_matched(self, answer: Matched, expected: slow.Lease) -> None:
+        arena = answer.lease.namespace.arena.id
+        assert answer.lease.num_matched == expected.num_matched
+        pages = [Page(arena, page) for page in pages_of(answer.runs).tolist()]
+        assert pages == [block.page for block in expected.blocks[: expected.num_matched]]
+        assert answer.tail == answer.lease.tail
+
+    # --- after every step ---
+
+    @invariant()
+    def books_agree(self) -> None:
+        check(self.state)
+        assert list(self.state.memory.arenas) == list(self.model.arenas)
+        assert self.books.tables.keys() == self.model.arenas.keys()
+        for number, arena in self.state.memory.arenas.items():
+            expected = [self.model.pages[Page(number, p)] for p in range(arena.pool.num_pages)]
+            assert [PageState(s).name.lower() for s in arena.pool.states.tolist()] == expected
+            table = self.books.tables[number]
+            assert table.records["state"].tolist() == arena.pool.states.tolist()
+            assert table.sealed().all()
+
+    @invariant()
+    def memory_is_within_the_capacity(self) -> None:
+        memory = self.state.memory
+        assert memory.taken_bytes == self.model.taken_bytes()
+        counts = {state.name.lower(): 0 for state in PageState}
+        for state in self.model.pages.values():
+            counts[state] += 1
+        assert memory.pages_by_state() == counts
+
+    @invariant()
+    def namespaces_agree(self) -> None:
+        assert list(self.state.namespaces) == list(self.model.namespaces)
+        for space in self.state.namespaces.values():
+            expected = self.model.namespaces[space.id]
+            assert (space.arena.id, space.sessions) == (expected.arena, expected.sessions)
+            assert space.num_pages == self.model.num_pages(space.id) <= space.max_pages
+
+    @invariant()
+    def blocks_agree(self) -> None:
+        found = {
+            key: page for space in self.state.namespaces.values() for key, page in blocks_of(space)
+        }
+        assert found == {key: block.page for key, block in self.model.index.items()}
+
+    @invariant()
+    def ages_agree(self) -> None:
+        for space in self.state.namespaces.values():
+            pages = [page for node in space.lru for page in reversed(node.pages)]
+            expected = [block.page for block in self.model.unlocked(space.id)]
+            assert [Page(space.arena.id, page) for page in pages] == expected
+
+    @invariant()
+    def leases_agree(self) -> None:
+        keys = {(lease.session, lease.id) for lease in self.state.leases}
+        assert keys == set(self.model.leases)
+        assert len({lease.slot for lease in self.state.leases}) == len(keys)
+        for lease in self.state.leases:
+            expected = self.model.leases[lease.session, lease.id]
+            arena = lease.namespace.arena.id
+            assert {Page(arena, page) for page in lease.reserved} == expected.reserved
+            assert decode(lease.namespace, lease.node.path_tokens()) == expected.tokens
+            pages = [Page(arena, page) for page in lease.node.path_pages().tolist()]
+            assert pages == [block.page for block in expected.blocks]
+            assert self.books.generations[lease.slot] == lease.generation
+
+    @invariant()
+    def pins_agree(self) -> None:
+        found = [(pin.id, pin.owner, pin.num_blocks, pin.expires) for pin in self.state.pins]
+        assert found == [
+            (number, pin.owner, len(pin.blocks), pin.expires)
+            for number, pin in self.model.pins.items()
+        ]
+        expiries = [pin.expires for pin in self.model.pins.values()]
+        assert self.state.pins.next_expiry() == min(expiries, default=None)
+
+
+def blocks_of(space: Namespace) -> Iterator[tuple[tuple[int, Tokens], Page]]:
+    size = space.arena.layout.block_size
+    for node in space.tree.nodes():
+        tokens, pages = decode(space, node.path_tokens()), node.path_pages().tolist()
+        for at in range(len(pages) - node.num_blocks, len(pages)):
+            yield (space.id, tokens[: (at + 1) * size]), Page(space.arena.id, pages[at])

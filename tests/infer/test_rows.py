@@ -1,0 +1,155 @@
+"""Rows of KV, where each is the number of its token: what is there, and never written again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvd_client import BadRequest, Identity, Layout, LeaseEnded, Namespace
+from kvd_infer.rows import Rows
+from tests.infer.conftest import attached
+
+if TYPE_CHECKING:
+    from kvd.testing.daemons import RunningDaemon
+
+LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
+NUMBERS = Identity("numbers", "r1")
+TOKENS = torch.arange(50)
+LENGTHS = [0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 49]
+
+
+@pytest.fixture
+def namespace(shared_daemon: RunningDaemon, salt: str) -> Iterator[Namespace]:
+    with attached(shared_daemon) as client:
+        yield client.open(NUMBERS, LAYOUT, salt)
+
+
+def write(rows: Rows, tokens: Tensor) -> None:
+    """Write the rows that these tokens have and `rows` has not."""
+    targets, _ = rows.extend(len(tokens))
+    numbers = tokens[rows.length :].float().split([target.shape[2] for target in targets])
+    for target, its_numbers in zip(targets, numbers, strict=True):
+        target.copy_(its_numbers[:, None, None].expand_as(target))
+    del target, targets
+    rows.written(len(tokens))
+
+
+def read(rows: Rows) -> list[int]:
+    """The tokens whose rows are there."""
+    _, views = rows.extend(rows.length)
+    numbers = torch.cat(views, dim=2)
+    assert numbers.eq(numbers[:1, :1, :, :1, :1]).all(), "a row is of several tokens"
+    return numbers[0, 0, :, 0, 0].int().tolist()
+
+
+def written(namespace: Namespace | None) -> Rows:
+    rows = Rows(namespace, LAYOUT, TOKENS)
+    write(rows, TOKENS)
+    return rows
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("is_warm", [False, True], ids=["committed", "matched"])
+def test_rows_go_on_differently_behind_a_crop(
+    namespace: Namespace, length: int, is_warm: bool
+) -> None:
+    other = torch.cat([TOKENS[:length], TOKENS[length:] + 100])
+    if is_warm:
+        written(namespace).close()
+    rows = written(namespace)
+    rows.crop(length)
+    write(rows, other)
+    assert read(rows) == other.tolist()
+    rows.commit(other)
+    assert rows.num_committed == 48
+    for tokens in (TOKENS, other):  # neither has become part of the other
+        assert read(Rows(namespace, LAYOUT, tokens)) == tokens[:48].tolist()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_private_memory_can_be_cropped(length: int) -> None:
+    other = torch.cat([TOKENS[:length], TOKENS[length:] + 100])
+    rows = written(None)
+    rows.crop(length)
+    write(rows, other)
+    assert read(rows) == other.tolist()
+
+
+def pages(rows: Rows) -> list[int]:
+    assert rows._lease is not None
+    return rows._lease.pages.tolist()
+
+
+def test_crop_to_the_edge_of_a_block_takes_no_page(namespace: Namespace) -> None:
+    rows = written(namespace)
+    before = pages(rows)
+    rows.crop(32)
+    assert pages(rows) == before[:2]
+
+
+def test_crop_into_a_committed_block_copies_it_to_a_page_of_its_own(namespace: Namespace) -> None:
+    rows = written(namespace)
+    before = pages(rows)
+    rows.crop(33)
+    assert pages(rows)[:2] == before[:2]
+    assert not set(pages(rows)[2:]) & set(before)
+    assert read(rows) == TOKENS[:33].tolist()
+
+
+def test_crop_behind_what_is_committed_keeps_its_pages(namespace: Namespace) -> None:
+    rows = written(namespace)
+    before = pages(rows)
+    rows.crop(49)
+    write(rows, TOKENS)
+    assert pages(rows) == before
+
+
+def test_crop_keeps_the_rows_when_the_daemon_is_away(daemon: RunningDaemon) -> None:
+    with attached(daemon) as client:
+        rows = written(client.open(NUMBERS, LAYOUT))
+        daemon.kill()
+        rows.crop(20)
+        assert read(rows) == TOKENS[:20].tolist()
+        write(rows, TOKENS)
+        assert read(rows) == TOKENS.tolist()
+
+
+def test_crop_of_a_lease_that_has_ended_keeps_no_row(daemon: RunningDaemon) -> None:
+    with attached(daemon) as client:
+        rows = written(client.open(NUMBERS, LAYOUT))
+        daemon.restart()
+        with pytest.raises(LeaseEnded):
+            rows.crop(20)
+        assert rows.length == 0
+
+
+def test_cropped_ids_are_the_caller_s_again(namespace: Namespace) -> None:
+    rows = written(namespace)
+    rows.crop(20)
+    assert (rows.num_known, rows.reused_tokens, rows.num_committed) == (20, 0, 16)
+    write(rows, TOKENS)
+    assert rows.num_committed == 16
+    rows.commit(TOKENS)
+    assert rows.num_committed == 48
+
+
+def test_rows_begun_anew_are_of_the_same_tokens(namespace: Namespace) -> None:
+    written(namespace).close()
+    rows = Rows(namespace, LAYOUT, TOKENS)
+    assert rows.reused_tokens == 48
+    rows.begin_anew()
+    assert (rows.length, rows.reused_tokens, rows.num_known) == (0, 0, 50)
+    write(rows, TOKENS)
+    assert (read(rows), rows.num_committed) == (TOKENS.tolist(), 48)
+
+
+def test_commit_wants_all_ids_and_the_same_ones(namespace: Namespace) -> None:
+    rows = written(namespace)
+    with pytest.raises(BadRequest, match="crop"):
+        rows.commit(TOKENS[:49])
+    with pytest.raises(BadRequest, match="begin with"):
+        rows.commit(TOKENS + 1)
