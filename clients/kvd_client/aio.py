@@ -85,7 +85,7 @@ class AsyncClient(ClientBase):
     ) -> DropResult:
         """As `Client.drop`."""
         return await self.run(
-            self._drop(namespace, tokens, from_token, extras, self.deadline(None))
+            self._drop_from(namespace, tokens, from_token, extras, self.deadline(None))
         )
 
     async def close(self) -> None:

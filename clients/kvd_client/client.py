@@ -79,7 +79,7 @@ class Client(ClientBase):
         extras: ExtraItems = (),
     ) -> DropResult:
         """As `Namespace.drop`, for a namespace that is known by its number."""
-        return self.run(self._drop(namespace, tokens, from_token, extras, self.deadline(None)))
+        return self.run(self._drop_from(namespace, tokens, from_token, extras, self.deadline(None)))
 
     def close(self) -> None:
         """Detach. Leases that are still open end; their pages are freed when no view is left.

@@ -43,6 +43,11 @@ def test_what_is_no_time_is_refused(
     compute(lease, TOKENS)
 
 
+def test_a_year_is_a_time(namespace: Namespace) -> None:
+    with namespace.match(TOKENS, reserve_tokens=16, timeout=365 * 86_400) as lease:
+        assert lease.is_open
+
+
 @pytest.mark.parametrize("timeout", [*NO_TIMES, None])
 def test_a_client_needs_a_time(daemon: RunningDaemon, timeout: Any) -> None:
     refuses(lambda t: Client(daemon.endpoint, timeout=t), timeout)

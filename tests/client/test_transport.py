@@ -97,11 +97,12 @@ def test_fast_calls_go_on_beside_slow_ones(client: Client, namespace: Namespace)
 
 
 def test_a_thread_that_waits_reads_on_when_the_one_that_read_has_its_answer(
-    client: Client, namespace: Namespace
+    daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
-    first = namespace.match([], reserve_tokens=64 * BLOCK)
-    second = namespace.match([], reserve_tokens=64 * BLOCK)
-    with ThreadPoolExecutor() as threads:
+    with Client(daemon.endpoint, timeout=30.0) as other, ThreadPoolExecutor() as threads:
+        theirs = other.open(IDENTITY, LAYOUT)
+        first = theirs.match([], reserve_tokens=64 * BLOCK)
+        second = theirs.match([], reserve_tokens=64 * BLOCK)
         waiting = [
             threads.submit(namespace.match([]).reserve, 64 * BLOCK, timeout=30.0) for _ in range(2)
         ]
