@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvd_client.mirror import Mirror
 from tests.e2e.support import (
     IDENTITY,
     LAYOUT,
+    compute,
     eventually,
     holds,
     settings,
@@ -140,6 +142,24 @@ def test_what_leases_hold_stays_where_others_beside_it_end(copier: Client) -> No
     for lease in leases[::2]:
         lease.release()
     assert all(holds(leases[place], tokens_of(place + 2, 1)) for place in (1, 3, 5))
+
+
+def test_pages_that_come_again_are_read_anew(copier: Client) -> None:
+    """More is computed than there are pages: most of them come again with other blocks."""
+    namespace = copier.open(IDENTITY, LAYOUT, salt="anew")
+
+    def wrong(thread: int) -> int:
+        wrong = 0
+        for turn in range(40):
+            tokens = tokens_of((thread * 7 + turn) % 20, 12)
+            with namespace.match(tokens) as lease:
+                wrong += not holds(lease, tokens, lease.num_tokens)
+                compute(lease, tokens)
+                wrong += not holds(lease, tokens)
+        return wrong
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(wrong, range(4))) == 0
 
 
 def test_the_pieces_of_pages_are_all_of_them_once() -> None:

@@ -43,8 +43,13 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture
-def client(daemon: RunningDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint, timeout=30.0) as client:
+def maps() -> bool:
+    return True
+
+
+@pytest.fixture
+def client(daemon: RunningDaemon, maps: bool) -> Iterator[Client]:
+    with Client(daemon.endpoint, timeout=30.0, maps=maps) as client:
         assert client.wait_attached(30.0)
         yield client
 
@@ -150,6 +155,7 @@ def test_every_call_under_way_ends_when_the_daemon_dies(
     all_of_it.release()
 
 
+@pytest.mark.parametrize("maps", [True, False], ids=["mapped", "copied"])
 def test_threads_that_work_survive_kills_and_stops(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
