@@ -54,7 +54,7 @@ from kvd.protocol.messages import (
     UnpinReply,
     UnpinRequest,
 )
-from kvd_client.lease import Binding, LeaseBase, ahead_of, pack_extras, pages_for
+from kvd_client.lease import Binding, LeaseBase, ahead_of, check_tokens, pack_extras, pages_for
 from kvd_client.mirror import Mirror
 from kvd_client.session import (
     Answered,
@@ -154,7 +154,7 @@ class ClientBase:
         reply = yield from self.request(session, checked(request), deadline, PinReply, packed)
         return result_of(reply.results)
 
-    def _unpin(self, owner: str | None, pins: Sequence[int]) -> Operation[int]:
+    def _unpin(self, owner: str | None, pins: tuple[int, ...]) -> Operation[int]:
         deadline = self.deadline(None)
         session = yield from self.session(deadline)
         request = UnpinRequest(
@@ -162,18 +162,23 @@ class ClientBase:
             epoch=session.epoch,
             deadline_ns=wire(deadline),
             owner=owner or "",
-            pins=tuple(pins),
+            pins=pins,
         )
         reply = yield from self.request(session, checked(request), deadline, UnpinReply)
         return reply.num_pins
 
-    def _drop(
+    def _drop_from(
         self, namespace: int, tokens: TokenIds, from_token: int, extras: ExtraItems, deadline: float
+    ) -> Operation[DropResult]:
+        block_size = (yield from self._block_size(namespace)) if check_tokens(from_token) else 1
+        from_block = from_token // block_size
+        return (yield from self._drop(namespace, tokens, from_block, extras, deadline))
+
+    def _drop(
+        self, namespace: int, tokens: TokenIds, from_block: int, extras: ExtraItems, deadline: float
     ) -> Operation[DropResult]:
         packed = pack_tokens(tokens)
         count = len(packed) // TOKEN_BYTES
-        block_size = 1 if from_token == 0 else (yield from self._block_size(namespace))
-        from_block = from_token // block_size
         item = DropItem(namespace, count, from_block, pack_extras(extras, 0, count))
         session = yield from self.session(deadline)
         request = DropRequest(
@@ -433,11 +438,12 @@ class NamespaceBase:
         self, tokens: TokenIds, from_token: int, extras: ExtraItems, timeout: float | None
     ) -> Operation[DropResult]:
         deadline = self._client.deadline(timeout)
+        from_block = check_tokens(from_token) // self.layout.block_size
         return (
             yield from self._bound(
                 deadline,
                 lambda bound: self._client._drop(
-                    bound.namespace, tokens, from_token, extras, deadline
+                    bound.namespace, tokens, from_block, extras, deadline
                 ),
             )
         )

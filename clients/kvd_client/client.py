@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvd_client.base import ClientBase, NamespaceBase
@@ -67,7 +66,7 @@ class Client(ClientBase):
         """As `Namespace.pin`, for a namespace that is known by its number."""
         return self.run(self._pin(namespace, tokens, seconds, owner, extras, self.deadline(None)))
 
-    def unpin(self, *, owner: str | None = None, pins: Sequence[int] = ()) -> int:
+    def unpin(self, *, owner: str | None = None, pins: tuple[int, ...] = ()) -> int:
         """End the owner's pins, those with these numbers or all; how many there were."""
         return self.run(self._unpin(owner, pins))
 
@@ -80,7 +79,7 @@ class Client(ClientBase):
         extras: ExtraItems = (),
     ) -> DropResult:
         """As `Namespace.drop`, for a namespace that is known by its number."""
-        return self.run(self._drop(namespace, tokens, from_token, extras, self.deadline(None)))
+        return self.run(self._drop_from(namespace, tokens, from_token, extras, self.deadline(None)))
 
     def close(self) -> None:
         """Detach. Leases that are still open end; their pages are freed when no view is left.

@@ -72,7 +72,7 @@ EXTRA_BYTES = 32
 
 
 class Binding:
-    """A namespace as one session knows it: its number and its arena, mapped."""
+    """A namespace as one session knows it: its number and its arena, mapped or copied."""
 
     def __init__(self, session: Session, namespace: int, arena: MappedArena | Mirror) -> None:
         self.session = session
@@ -232,7 +232,8 @@ class LeaseBase:
         if binding is not None:
             binding.populate_read(self.pages)
             self._hold(self.pages)
-            self._grant(result.reserved)
+            if result.reserved:
+                self._grant(result.reserved)
 
     def _take_tail(self, result: MatchResult) -> Operation[None]:
         """Copy the rows that agree into the first own page, before others are written there."""
@@ -326,9 +327,10 @@ class LeaseBase:
             mirror.hold(pages)
             self._held = np.concatenate((self._held, pages))
 
-    def _let_go_of_pages(self, binding: Binding) -> None:
+    def _hold_only(self, binding: Binding, pages: Pages) -> None:
         if (mirror := binding.mirror) is not None:
-            held, self._held = self._held, self._held[:0]
+            held, self._held = self._held, pages.copy()
+            mirror.hold(pages)
             mirror.let_go(held)
 
     def _load(self, pages: Pages) -> Operation[None]:
@@ -338,18 +340,10 @@ class LeaseBase:
             return
         pages = mirror.missing(pages)
 
-        def request(piece: Piece) -> Call:
-            load = LoadRequest(
-                id=self._client.next_id(),
-                epoch=binding.session.epoch,
-                lease=self._id,
-                pages=piece.runs,
-                first_slice=piece.first_slice,
-                num_slices=piece.num_slices,
-            )
-            return self._client.call(binding.session, load)
+        def call(piece: Piece) -> Call:
+            return self._call(binding.session, LoadRequest, piece)
 
-        yield from self._move(mirror.pieces(pages), request, LoadReply, mirror.write)
+        yield from self._move(mirror.pieces(pages), call, LoadReply, mirror.write)
         mirror.loaded(pages)
 
     def _store(self, pages: Pages) -> Operation[None]:
@@ -358,24 +352,33 @@ class LeaseBase:
         if (mirror := binding.mirror) is None:
             return
 
-        def request(piece: Piece) -> Call:
-            store = StoreRequest(
-                id=self._client.next_id(),
-                epoch=binding.session.epoch,
-                lease=self._id,
-                pages=piece.runs,
-                first_slice=piece.first_slice,
-                num_slices=piece.num_slices,
-            )
-            return self._client.call(binding.session, store, mirror.read(piece))
+        def call(piece: Piece) -> Call:
+            return self._call(binding.session, StoreRequest, piece, mirror.read(piece))
 
-        yield from self._move(mirror.pieces(pages), request, DoneReply, lambda *_: None)
+        yield from self._move(mirror.pieces(pages), call, DoneReply, lambda *_: None)
         mirror.loaded(pages)
+
+    def _call(
+        self,
+        session: Session,
+        kind: type[LoadRequest | StoreRequest],
+        piece: Piece,
+        raw: bytes | None = None,
+    ) -> Call:
+        request = kind(
+            id=self._client.next_id(),
+            epoch=session.epoch,
+            lease=self._id,
+            pages=piece.runs,
+            first_slice=piece.first_slice,
+            num_slices=piece.num_slices,
+        )
+        return self._client.call(session, request, raw)
 
     def _move(
         self,
         pieces: Iterable[Piece],
-        request: Callable[[Piece], Call],
+        call_for: Callable[[Piece], Call],
         kind: type[AnyReply],
         take: Callable[[Piece, Sequence[memoryview]], None],
     ) -> Operation[None]:
@@ -386,7 +389,7 @@ class LeaseBase:
         try:
             while True:
                 while len(under_way) < PIECES_UNDER_WAY and (piece := next(waiting, None)):
-                    under_way.append((piece, call := request(piece)))
+                    under_way.append((piece, call := call_for(piece)))
                     connection.send(call)
                 if not under_way:
                     return
@@ -467,8 +470,6 @@ class LeaseBase:
         if count == 0:
             return self.num_committed
         self._check_exports(stop)
-        binding = self._bound()
-        deadline = self._client.deadline(timeout)
         first = self.num_committed // self.layout.block_size
         packed = packed[: count * self.layout.block_size * TOKEN_BYTES]
         item = CommitItem(
@@ -481,9 +482,10 @@ class LeaseBase:
         # What was named before was stored before, and may be committed already.
         unstored = max(first, self._num_named // self.layout.block_size)
         yield from self._store(self.pages[unstored : first + count])
+        deadline = self._client.deadline(timeout)
         request = CommitRequest(
             id=self._client.next_id(),
-            epoch=binding.session.epoch,
+            epoch=self._bound().session.epoch,
             deadline_ns=wire(deadline),
             trace=traceparent(),
             items=(item,),
@@ -526,7 +528,7 @@ class LeaseBase:
             return
         binding, self._binding = self._binding, None
         if binding is not None:
-            self._let_go_of_pages(binding)
+            self._hold_only(binding, self.pages[:0])
             self._client.released(binding.session, self._id)
 
     def _keep(self, num_blocks: int) -> None:
@@ -548,10 +550,7 @@ class LeaseBase:
         """The block table has the committed blocks alone."""
         self.pages = self.pages[: self.num_committed // self.layout.block_size]
         self._num_granted = 0
-        held, self._held = self._held, self._held[:0]
-        self._hold(self.pages)
-        if (mirror := binding.mirror) is not None:
-            mirror.let_go(held)
+        self._hold_only(binding, self.pages)
 
     def release_quietly(self) -> bool:
         """Release the lease if no writable view is left; whether it is released."""
@@ -607,10 +606,14 @@ _MISS = MatchResult(0, (), 0, 0)
 
 
 def pages_for(num_tokens: int, layout: Layout) -> int:
-    """Raises BadRequest for what is no number of tokens."""
-    if not 0 <= whole(num_tokens) <= MAX_TOKENS:
-        raise BadRequest(f"{num_tokens} is no number of tokens up to {MAX_TOKENS}")
-    return -(-num_tokens // layout.block_size)
+    return -(-check_tokens(num_tokens) // layout.block_size)
+
+
+def check_tokens(number: int) -> int:
+    """Refuse what is no number of tokens (BadRequest)."""
+    if not 0 <= whole(number) <= MAX_TOKENS:
+        raise BadRequest(f"{number} is no number of tokens up to {MAX_TOKENS}")
+    return number
 
 
 def whole(number: int) -> int:

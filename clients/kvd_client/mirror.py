@@ -65,13 +65,15 @@ class Mirror:
     def hold(self, pages: Pages) -> None:
         """A lease has these pages: their memory stays."""
         with self._mutex:
+            # First of all: pages that come again have other bytes than they had.
+            self._clear_left()
             np.add.at(self._num_holders, pages, 1)
-        self._let_go_of_left()
+        self._try_to_clear_left()
 
     def let_go(self, pages: Pages) -> None:
         """A lease is done with these pages: memory that no other has is given back."""
         self._left.append(pages)
-        self._let_go_of_left()
+        self._try_to_clear_left()
 
     def missing(self, pages: Pages) -> Pages:
         """Those of these pages that are not loaded."""
@@ -105,14 +107,18 @@ class Mirror:
             for run in piece.runs:
                 yield arena.slice_view(number, run)
 
-    def _let_go_of_left(self) -> None:
+    def _try_to_clear_left(self) -> None:
         while self._left and self._mutex.acquire(blocking=False):
             try:
-                pages = self._left.popleft()
-                np.subtract.at(self._num_holders, pages, 1)
-                self._give_back(pages)
+                self._clear_left()
             finally:
                 self._mutex.release()
+
+    def _clear_left(self) -> None:
+        while self._left:
+            pages = self._left.popleft()
+            np.subtract.at(self._num_holders, pages, 1)
+            self._give_back(pages)
 
     def _give_back(self, pages: Pages) -> None:
         """Give back the memory of the extents of these pages in which nobody has a page."""

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import DaemonUnavailable
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 0.1
 PROBE_PATIENCE_SECONDS = 1.0
 DETACH_SECONDS = 0.5
+# As long as poll can wait at once.
+MAX_WAIT_SECONDS = 86_400.0
 
 # As plain ints: pyzmq's own are enums, whose `&` costs more than asking the socket.
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -57,7 +59,8 @@ class _Waiter:
 
     def wait(self, seconds: float, *, reads: bool) -> None:
         poller = self._reading if reads else self._idle
-        if (self._fd, select.POLLIN) in poller.poll(math.ceil(seconds * 1000)):
+        milliseconds = math.ceil(min(seconds, MAX_WAIT_SECONDS) * 1000)
+        if (self._fd, select.POLLIN) in poller.poll(milliseconds):
             os.eventfd_read(self._fd)
 
 
@@ -275,8 +278,9 @@ class Connection:
     def _watch_connection(self) -> None:
         """A lost connection ends every call under way at once; a new one is tried at once."""
         while not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            # Not by pyzmq's own parser, whose import would bring asyncio with it.
+            frame = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
+            if int.from_bytes(frame[:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
                 self._fail_all()
             if not self.core.probing:
                 self._last_beat = 0.0

@@ -35,11 +35,16 @@ TOKENS = tokens_of(1, 4)
 
 
 @pytest.fixture
+def maps() -> bool:
+    return True
+
+
+@pytest.fixture
 async def engine(
-    daemon: RunningDaemon, connect: Callable[[], Client]
+    daemon: RunningDaemon, connect: Callable[[], Client], maps: bool
 ) -> AsyncIterator[AsyncClient]:
     """A client that is closed before `connect` looks whether anything is left of it."""
-    async with AsyncClient(daemon.endpoint, timeout=30.0, name="engine") as client:
+    async with AsyncClient(daemon.endpoint, timeout=30.0, name="engine", maps=maps) as client:
         assert await client.wait_attached(30.0)
         yield client
 
@@ -171,39 +176,82 @@ def cancelled_at(
     raise AssertionError
 
 
-async def match(namespace: AsyncNamespace, lease: AsyncLease) -> None:
-    (await namespace.match(TOKENS, reserve_tokens=64 * BLOCK)).release()
+async def match(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    namespace.unbind()
+    found = await namespace.match(TOKENS[:6], reserve_tokens=BLOCK, exact_tail=True)
+    assert holds(found, TOKENS, 6)
+    found.release()
 
 
-async def reserve(namespace: AsyncNamespace, lease: AsyncLease) -> None:
+async def replace(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    await lease.replace(TOKENS, reserve_tokens=BLOCK)
+    assert holds(lease, TOKENS)
+
+
+async def fork(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    (await lease.fork(reserve_tokens=BLOCK)).release()
+
+
+async def reserve(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
     await lease.reserve(32 * BLOCK)
 
 
-async def commit(namespace: AsyncNamespace, lease: AsyncLease) -> None:
-    assert await lease.commit(TOKENS[lease.num_committed :]) == len(TOKENS)
+async def commit(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    assert await lease.commit(tokens) == len(tokens)
+    assert holds(lease, tokens)
 
 
-async def status(namespace: AsyncNamespace, lease: AsyncLease) -> None:
+async def pin(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    await namespace.pin(TOKENS, 60.0)
+    await namespace.client.unpin()
+
+
+async def drop(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    await namespace.drop(tokens)
+
+
+async def status(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
     await namespace.client.status()
 
 
+WAITS = [(match, 2), (replace, 1), (fork, 1), (reserve, 1), (commit, 1)]
+WAITS += [(pin, 2), (drop, 1), (status, 1)]
+# Without a mapping there are bytes to wait for.
+WAITS_OF_COPIES = [(match, 4), (replace, 2), (commit, 2)]
+
+
+def turns(waits: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+    return [(operation, turn + 1) for operation, count in waits for turn in range(count)]
+
+
 @pytest.mark.parametrize("answered", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(
-    ("operation", "turn"), [(match, 1), (match, 2), (reserve, 1), (commit, 1), (status, 1)]
-)
+@pytest.mark.parametrize(("operation", "turn"), turns(WAITS))
 async def test_a_cancelled_operation_can_be_repeated_and_leaves_nothing(
     kv: AsyncNamespace, client: Client, operation: Any, turn: int, answered: bool
 ) -> None:
-    """At each place where it waits; a match does twice, since the namespace must be opened."""
-    was_cancelled = False
-    while not was_cancelled:
-        lease = await kv.match(TOKENS, reserve_tokens=16 * BLOCK)
-        write(lease, TOKENS, lease.num_committed, len(TOKENS))
-        kv.unbind()
-        was_cancelled = await cancelled_at(operation(kv, lease), turn, answered)
-        await operation(kv, lease)
+    assert await cycle(kv, TOKENS)
+    for seed in itertools.count(2):
+        tokens = tokens_of(seed, 4)
+        lease = await kv.match(tokens, reserve_tokens=16 * BLOCK)
+        write(lease, tokens, 0, len(tokens))
+        was_cancelled = await cancelled_at(operation(kv, lease, tokens), turn, answered)
+        if was_cancelled:
+            await operation(kv, lease, tokens)
         lease.release()
         await asyncio.to_thread(eventually, lambda: mine(client) == (0, 0))
+        if was_cancelled:
+            break
+
+
+@pytest.mark.parametrize("maps", [False])
+@pytest.mark.parametrize("answered", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("operation", "turn"), turns(WAITS_OF_COPIES))
+async def test_a_cancelled_copy_can_be_repeated_and_leaves_nothing(
+    kv: AsyncNamespace, client: Client, operation: Any, turn: int, answered: bool
+) -> None:
+    await test_a_cancelled_operation_can_be_repeated_and_leaves_nothing(
+        kv, client, operation, turn, answered
+    )
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["before", "after"])

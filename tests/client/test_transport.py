@@ -43,8 +43,13 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture
-def client(daemon: RunningDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint, timeout=30.0) as client:
+def maps() -> bool:
+    return True
+
+
+@pytest.fixture
+def client(daemon: RunningDaemon, maps: bool) -> Iterator[Client]:
+    with Client(daemon.endpoint, timeout=30.0, maps=maps) as client:
         assert client.wait_attached(30.0)
         yield client
 
@@ -97,11 +102,12 @@ def test_fast_calls_go_on_beside_slow_ones(client: Client, namespace: Namespace)
 
 
 def test_a_thread_that_waits_reads_on_when_the_one_that_read_has_its_answer(
-    client: Client, namespace: Namespace
+    daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
-    first = namespace.match([], reserve_tokens=64 * BLOCK)
-    second = namespace.match([], reserve_tokens=64 * BLOCK)
-    with ThreadPoolExecutor() as threads:
+    with Client(daemon.endpoint, timeout=30.0) as other, ThreadPoolExecutor() as threads:
+        theirs = other.open(IDENTITY, LAYOUT)
+        first = theirs.match([], reserve_tokens=64 * BLOCK)
+        second = theirs.match([], reserve_tokens=64 * BLOCK)
         waiting = [
             threads.submit(namespace.match([]).reserve, 64 * BLOCK, timeout=30.0) for _ in range(2)
         ]
@@ -149,6 +155,7 @@ def test_every_call_under_way_ends_when_the_daemon_dies(
     all_of_it.release()
 
 
+@pytest.mark.parametrize("maps", [True, False], ids=["mapped", "copied"])
 def test_threads_that_work_survive_kills_and_stops(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:

@@ -240,7 +240,7 @@ def test_a_pin_is_listed_until_it_is_ended(namespace: Namespace, client: Client)
     assert (pin.num_tokens, pin.num_bytes) == (16, 4 * LAYOUT.page_bytes)
     (listed,) = client.leases().pins
     assert (listed.pin, listed.owner) == (pin.pin, client.name)
-    assert client.unpin(pins=[pin.pin]) == 1
+    assert client.unpin(pins=(pin.pin,)) == 1
     assert client.leases().num_pins == 0
 
 
