@@ -31,13 +31,7 @@ MAY_IMPORT = {
 
 # The only modules, or packages, that may import these.
 IMPORTED_BY = {
-    "zmq": [
-        "kvd.actors.router",
-        "kvd.actors.publisher",
-        "kvd_client.client",
-        "kvd_client.aio",
-        "kvd_client.transport",
-    ],
+    "zmq": ["kvd.actors.router", "kvd.actors.publisher", "kvd_client.transport"],
     "torch": ["kvd_tiers.torch", "kvd.arena.device", "kvd_client.lease", "kvd_infer"],
     "transformers": ["kvd_infer"],
     "opentelemetry.sdk": ["kvd.__main__"],

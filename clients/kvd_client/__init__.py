@@ -14,6 +14,7 @@ from kvd.protocol.errors import (
     ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
+    Dropped,
     KvdError,
     LeaseEnded,
     LimitExceeded,
@@ -26,8 +27,7 @@ from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Shortage, StatusReply
 from kvd.protocol.units import format_bytes
-from kvd_client.client import Client, Namespace
-from kvd_client.lease import Lease
+from kvd_client.client import Client, Lease, Namespace
 
 __all__ = [
     "BadRequest",
@@ -35,6 +35,7 @@ __all__ = [
     "ConfigError",
     "DaemonUnavailable",
     "DeadlineExceeded",
+    "Dropped",
     "Identity",
     "KvdError",
     "Layout",

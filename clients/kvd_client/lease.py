@@ -1,13 +1,15 @@
-"""Lease: a context manager over pages; views of them as numpy arrays or torch tensors."""
+"""LeaseBase: a context manager over pages; views of them as numpy arrays or torch tensors."""
 
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -32,39 +34,64 @@ from kvd.protocol.messages import (
     CommitItem,
     CommitReply,
     CommitRequest,
+    DoneReply,
+    Extras,
+    ForkItem,
+    ForkRequest,
+    LoadReply,
+    LoadRequest,
+    MatchReply,
     MatchResult,
+    ReleaseRequest,
     ReserveItem,
     ReserveReply,
     ReserveRequest,
     Run,
     Runs,
     Shortage,
+    StoreRequest,
 )
-from kvd_client.session import Session, result_of, traceparent, wire
+from kvd_client.mirror import Mirror, Piece
+from kvd_client.session import Call, Operation, Session, result_of, traceparent, wire
 
 if TYPE_CHECKING:
     import torch
 
     from kvd.arena.host import MappedArena
     from kvd.protocol.layout import Layout
-    from kvd_client.client import Client
+    from kvd_client.base import ClientBase, NamespaceBase
 
 R = TypeVar("R", bound=AnyReply)
 
 # Runs shorter than this are left to fault: a thread would cost as much.
 POPULATE_BYTES = 1 << 20
+# Of the copies for a client that does not map, so many are under way at once.
+PIECES_UNDER_WAY = 4
+MAX_TOKENS = 1 << 40
+EXTRA_BYTES = 32
 
 
 class Binding:
     """A namespace as one session knows it: its number and its arena, mapped."""
 
-    def __init__(self, session: Session, namespace: int, arena: MappedArena) -> None:
+    def __init__(self, session: Session, namespace: int, arena: MappedArena | Mirror) -> None:
         self.session = session
         self.namespace = namespace
         self.arena = arena
+        self._pid = os.getpid()
         self._tensor: torch.Tensor | None = None
         self._read = np.zeros(arena.num_pages, np.bool_)
         self._written = np.zeros(arena.num_pages, np.bool_)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it; a forked child has no mapping of its parent's."""
+        return os.getpid() == self._pid
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """The arena, where its bytes are copied."""
+        return self.arena if isinstance(self.arena, Mirror) else None
 
     @property
     def read_tensor(self) -> torch.Tensor:
@@ -78,11 +105,13 @@ class Binding:
 
     def populate_read(self, pages: Pages) -> None:
         """Fault pages in for reading, in the background, those that were not yet."""
-        self._populate(pages, self._read, self.arena.populate_read)
+        if not isinstance(self.arena, Mirror):
+            self._populate(pages, self._read, self.arena.populate_read)
 
     def populate_write(self, pages: Pages) -> None:
         """Fault reserved pages in for writing, in the background, those that were not yet."""
-        self._populate(pages, self._written, self.arena.populate_write)
+        if not isinstance(self.arena, Mirror):
+            self._populate(pages, self._written, self.arena.populate_write)
 
     def _populate(
         self, pages: Pages, done: NDArray[np.bool_], populate: Callable[[Run], None]
@@ -99,7 +128,7 @@ class Binding:
         threading.Thread(target=run, name="kvd-populate", daemon=True).start()
 
 
-class Lease:
+class LeaseBase:
     """The right to a prefix's pages and to pages behind it, until released.
 
     The lease's block table, `pages`, has the matched blocks' pages first and the reserved ones
@@ -107,35 +136,16 @@ class Lease:
     through read-only views, what is reserved is written through writable ones; after using either
     and before relying on the result, `check()` says whether the pages were still this lease's.
 
-    Not for several threads at once.
+    Not for several threads or tasks at once.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        layout: Layout,
-        binding: Binding | None = None,
-        lease_id: int = 0,
-        result: MatchResult | None = None,
-    ) -> None:
-        """Made by `Namespace.match`; without a binding it is a miss in an outage."""
-        self.layout = layout
-        self.num_tokens = result.num_tokens if result else 0
-        self.num_committed = self.num_tokens
-        self.tokens_by_tier = result.tokens_by_tier if result else {}
-        self.shortage: Shortage | None = result.shortage if result else None
-        self.pages: Pages = pages_of(result.runs if result else ())
-        self._client = client
-        self._binding = binding
-        self._id = lease_id
-        self._result = result
-        self._num_granted = 0
-        # Tokens up to which blocks were named in a commit, whatever became of it.
-        self._num_named = self.num_committed
+    def __init__(self, namespace: NamespaceBase) -> None:
+        """Made by `match`; it is a miss in an outage until it stands for a lease of the daemon."""
+        self.layout = namespace.layout
+        self._namespace = namespace
+        self._client: ClientBase = namespace._client
         self._exports: list[_Export] = []
-        if binding and result:
-            binding.populate_read(self.pages)
-            self._grant(result.reserved)
+        self._stand_for(None, 0, _MISS)
 
     def __enter__(self) -> Self:
         return self
@@ -153,13 +163,14 @@ class Lease:
     @property
     def is_open(self) -> bool:
         """Whether the lease can be used: granted, not released, and not ended by the daemon."""
-        binding, result = self._binding, self._result
-        if binding is None or result is None:
+        binding = self._binding
+        if binding is None or not binding.is_own:
             return False
-        session = binding.session
+        session, result = binding.session, self._result
+        if session.header is None:
+            return self._client.has(session)
         return (
-            session.lock.is_held  # not so in a forked child, which has no mapping either
-            and session.header.epoch == session.epoch
+            session.header.epoch == session.epoch
             and session.header.generation(result.slot) == result.generation
         )
 
@@ -173,18 +184,119 @@ class Lease:
         if not self.is_open:
             raise LeaseEnded("the lease has ended: what was computed with its pages is void")
 
+    # --- begin ---
+
+    def begin(
+        self,
+        binding: Binding,
+        request: Callable[[int], AnyRequest],
+        deadline: float,
+        tokens: bytes | None = None,
+    ) -> Operation[None]:
+        """Stand for a new lease of the daemon, which is requested by its id."""
+        core, session = self._client.connection.core, binding.session
+        lease_id = core.next_lease_id()
+        core.living[lease_id] = None
+        try:
+            reply = yield from self._client.request(
+                session, request(lease_id), deadline, MatchReply, tokens
+            )
+            result = result_of(reply.results)
+        except BaseException:
+            # The lease may have been granted, or be so later: end it, whatever became of it.
+            self._client.released(session, lease_id)
+            raise
+        self._stand_for(binding, lease_id, result)
+        self._client.granted(self)
+        try:
+            yield from self._load(self.pages[: self.num_committed // self.layout.block_size])
+            yield from self._take_tail(result)
+        except BaseException:
+            self.release()
+            self._stand_for(None, 0, _MISS)
+            raise
+
+    def _stand_for(self, binding: Binding | None, lease_id: int, result: MatchResult) -> None:
+        self.num_tokens = self.num_committed = result.num_tokens
+        self.tokens_by_tier = result.tokens_by_tier
+        self.shortage: Shortage | None = result.shortage
+        self.pages: Pages = pages_of(result.runs)
+        self._binding = binding
+        self._id = lease_id
+        self._result = result
+        self._num_granted = 0
+        # Tokens up to which blocks were named in a commit, whatever became of it.
+        self._num_named = self.num_committed
+        # What of a mirror this lease has, also where the block table shows others' pages.
+        self._held: Pages = self.pages[:0]
+        if binding is not None:
+            binding.populate_read(self.pages)
+            self._hold(self.pages)
+            self._grant(result.reserved)
+
+    def _take_tail(self, result: MatchResult) -> Operation[None]:
+        """Copy the rows that agree into the first own page, before others are written there."""
+        tail, binding = result.tail, self._binding
+        if tail is None or not result.reserved or binding is None:
+            return
+        page = np.array([tail.page])
+        self._hold(page)
+        yield from self._load(page)
+        source = binding.arena.readable.page_view(tail.page)
+        own = binding.arena.writable().page_view(result.reserved[0].first)
+        own[:, :, : tail.num_tokens] = source[:, :, : tail.num_tokens]
+        self.num_tokens += tail.num_tokens
+
+    def _fork(self, fork: LeaseBase, reserve_tokens: int, timeout: float | None) -> Operation[None]:
+        """Have another lease, which is a miss so far, stand for the committed blocks of this."""
+        binding = self._bound()
+        num_pages = pages_for(reserve_tokens, self.layout)
+        deadline = self._client.deadline(timeout)
+
+        def request(lease_id: int) -> ForkRequest:
+            return ForkRequest(
+                id=self._client.next_id(),
+                epoch=binding.session.epoch,
+                deadline_ns=wire(deadline),
+                trace=traceparent(),
+                items=(ForkItem(lease_id, self._id, num_pages, ahead_of(num_pages)),),
+            )
+
+        with self._ends_with_session():
+            yield from fork.begin(binding, request, deadline)
+
+    def _replace(self, match: Operation[None]) -> Operation[None]:
+        """Stand for what is matched, and no more for what it did before."""
+        self.release()
+        self._stand_for(None, 0, _MISS)
+        return match
+
+    def copy_rows(self, source: LeaseBase, start: int, stop: int) -> None:
+        """Copy the KV of tokens `start` to `stop - 1` of another lease into own pages.
+
+        Raises BadRequest where the layouts differ, one of them has no pages for these tokens, or
+        they are matched or committed here.
+        """
+        if source.layout != self.layout:
+            raise BadRequest(f"another layout: {self.layout.difference(source.layout)}")
+        sources, targets = source.read_arrays(start, stop), self.write_arrays(start, stop)
+        while targets:
+            size = min(sources[0].shape[2], targets[0].shape[2])
+            targets[0][:, :, :size] = sources[0][:, :, :size]
+            for arrays in (sources, targets):
+                if arrays[0].shape[2] == size:
+                    arrays.pop(0)
+                else:
+                    arrays[0] = arrays[0][:, :, size:]
+
     # --- pages ---
 
-    def reserve(self, num_tokens: int, *, timeout: float | None = None) -> None:
-        """Have pages for `num_tokens` tokens of the sequence in all, and some ahead.
-
-        Waits its turn within the timeout. Raises OutOfPages, LeaseEnded, DaemonUnavailable.
-        """
+    def _reserve(self, num_tokens: int, timeout: float | None) -> Operation[None]:
         missing = pages_for(num_tokens, self.layout) - len(self.pages)
         if missing <= 0:
             return
         binding = self._bound()
-        deadline = time.monotonic() + (self._client.timeout if timeout is None else timeout)
+        deadline = self._client.deadline(timeout)
         request = ReserveRequest(
             id=self._client.next_id(),
             epoch=binding.session.epoch,
@@ -196,14 +308,97 @@ class Lease:
                 ),
             ),
         )
-        self._grant(result_of(self._ask(request, deadline, ReserveReply).results).runs)
+        reply = yield from self._ask(request, deadline, ReserveReply)
+        self._grant(result_of(reply.results).runs)
 
     def _grant(self, runs: Runs) -> None:
         pages = pages_of(runs)
         self._num_granted += len(pages)
         self.pages = np.concatenate((self.pages, pages))
+        self._hold(pages)
         if self._binding is not None:
             self._binding.populate_write(pages)
+
+    # --- copies, where nothing is mapped ---
+
+    def _hold(self, pages: Pages) -> None:
+        if self._binding is not None and (mirror := self._binding.mirror) is not None:
+            mirror.hold(pages)
+            self._held = np.concatenate((self._held, pages))
+
+    def _let_go_of_pages(self, binding: Binding) -> None:
+        if (mirror := binding.mirror) is not None:
+            held, self._held = self._held, self._held[:0]
+            mirror.let_go(held)
+
+    def _load(self, pages: Pages) -> Operation[None]:
+        """Have the bytes of blocks of this lease."""
+        binding = self._bound()
+        if (mirror := binding.mirror) is None:
+            return
+        pages = mirror.missing(pages)
+
+        def request(piece: Piece) -> Call:
+            load = LoadRequest(
+                id=self._client.next_id(),
+                epoch=binding.session.epoch,
+                lease=self._id,
+                pages=piece.runs,
+                first_slice=piece.first_slice,
+                num_slices=piece.num_slices,
+            )
+            return self._client.call(binding.session, load)
+
+        yield from self._move(mirror.pieces(pages), request, LoadReply, mirror.write)
+        mirror.loaded(pages)
+
+    def _store(self, pages: Pages) -> Operation[None]:
+        """Send the bytes of pages that this lease reserved."""
+        binding = self._bound()
+        if (mirror := binding.mirror) is None:
+            return
+
+        def request(piece: Piece) -> Call:
+            store = StoreRequest(
+                id=self._client.next_id(),
+                epoch=binding.session.epoch,
+                lease=self._id,
+                pages=piece.runs,
+                first_slice=piece.first_slice,
+                num_slices=piece.num_slices,
+            )
+            return self._client.call(binding.session, store, mirror.read(piece))
+
+        yield from self._move(mirror.pieces(pages), request, DoneReply, lambda *_: None)
+        mirror.loaded(pages)
+
+    def _move(
+        self,
+        pieces: Iterable[Piece],
+        request: Callable[[Piece], Call],
+        kind: type[AnyReply],
+        take: Callable[[Piece, Sequence[memoryview]], None],
+    ) -> Operation[None]:
+        """Ask for each piece and take what came with its answer, several under way at once."""
+        connection = self._client.connection
+        under_way: deque[tuple[Piece, Call]] = deque()
+        waiting = iter(pieces)
+        try:
+            while True:
+                while len(under_way) < PIECES_UNDER_WAY and (piece := next(waiting, None)):
+                    under_way.append((piece, call := request(piece)))
+                    connection.send(call)
+                if not under_way:
+                    return
+                piece, call = under_way[0]
+                # Each has the whole time: how much there is to move is nobody's fault.
+                with self._ends_with_session():
+                    yield from self._client.answer(call, self._client.deadline(None), kind)
+                take(piece, call.rest)
+                under_way.popleft()
+        finally:
+            for _, call in under_way:
+                connection.withdraw(call)
 
     # --- views ---
 
@@ -230,9 +425,9 @@ class Lease:
         Let go of them before commit, abort or release, which refuse while any of them lives.
         Raises BadRequest for tokens that are matched or committed: those are never written again.
         """
+        pieces = self._pieces(start, stop)
         if start < self._num_named:
             raise BadRequest(f"token {start} is committed; writable from {self._num_named} on")
-        pieces = self._pieces(start, stop)
         arena = self._bound().arena.writable()
         self._exports.append(_Export(start, stop, weakref.ref(arena.root)))
         return [arena.run_view(run)[:, :, part] for run, part in pieces]
@@ -243,7 +438,7 @@ class Lease:
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Run, slice]]:
         """The runs of pages that hold these tokens, and which tokens of each run."""
-        if not 0 <= start <= stop <= self.capacity_tokens:
+        if not 0 <= whole(start) <= whole(stop) <= self.capacity_tokens:
             raise BadRequest(
                 f"tokens {start} to {stop} of {self.capacity_tokens} for which there are pages"
             )
@@ -259,17 +454,13 @@ class Lease:
 
     # --- ends ---
 
-    def commit(self, tokens: TokenIds, *, timeout: float | None = None) -> int:
-        """Make the next blocks matchable; how many tokens of the sequence are committed now.
-
-        `tokens` are those that follow `num_committed`; the full blocks among them, every row of
-        which must have been written, are committed and never written again. A block that somebody
-        else committed meanwhile stays, and its page stands in `pages` from then on; views of this
-        lease's own copy stay good until the lease ends. Raises PagesInUse, LeaseEnded,
-        DaemonUnavailable, DeadlineExceeded; after the last, commit again.
-        """
+    def _commit(
+        self, tokens: TokenIds, extras: Sequence[tuple[int, bytes]], timeout: float | None
+    ) -> Operation[int]:
         packed = pack_tokens(tokens)
-        count = len(packed) // (self.layout.block_size * TOKEN_BYTES)
+        num_tokens = len(packed) // TOKEN_BYTES
+        packed_extras = pack_extras(extras, self.num_committed, self.num_committed + num_tokens)
+        count = num_tokens // self.layout.block_size
         stop = self.num_committed + count * self.layout.block_size
         if stop > self.capacity_tokens:
             raise BadRequest(f"tokens up to {stop} have no pages; reserve them first")
@@ -277,7 +468,7 @@ class Lease:
             return self.num_committed
         self._check_exports(stop)
         binding = self._bound()
-        deadline = time.monotonic() + (self._client.timeout if timeout is None else timeout)
+        deadline = self._client.deadline(timeout)
         first = self.num_committed // self.layout.block_size
         packed = packed[: count * self.layout.block_size * TOKEN_BYTES]
         item = CommitItem(
@@ -285,7 +476,11 @@ class Lease:
             first,
             runs_of(self.pages[first : first + count]),
             len(packed) // TOKEN_BYTES,
+            tuple(extra for extra in packed_extras if extra[0] < stop),
         )
+        # What was named before was stored before, and may be committed already.
+        unstored = max(first, self._num_named // self.layout.block_size)
+        yield from self._store(self.pages[unstored : first + count])
         request = CommitRequest(
             id=self._client.next_id(),
             epoch=binding.session.epoch,
@@ -294,9 +489,13 @@ class Lease:
             items=(item,),
         )
         self._num_named = stop
-        result = result_of(self._ask(request, deadline, CommitReply, packed).results)
+        reply = yield from self._ask(request, deadline, CommitReply, packed)
+        result = result_of(reply.results)
         # Where a block was there before, its page takes the place of this lease's copy.
-        self.pages[first : first + count] = pages_of(result.runs)
+        pages = pages_of(result.runs)
+        self._hold(pages[pages != self.pages[first : first + count]])
+        yield from self._load(pages)
+        self.pages[first : first + count] = pages
         self.num_committed = stop
         return stop
 
@@ -305,20 +504,54 @@ class Lease:
         self._check_exports(self.capacity_tokens)
         binding = self._binding
         if binding is not None:
-            self.pages = self.pages[: self.num_committed // self.layout.block_size]
-            self._num_granted = 0
+            self._show_committed(binding)
             self._num_named = self.num_committed
+            self.num_tokens = min(self.num_tokens, self.num_committed)
             self._client.post(
                 binding.session,
                 AbortRequest(id=NO_REPLY, epoch=binding.session.epoch, leases=(self._id,)),
             )
 
-    def release(self) -> None:
-        """End the lease. Idempotent; raises PagesInUse while a writable view of its pages lives."""
+    def release(self, keep_tokens: int = 0) -> None:
+        """End the lease. Idempotent; raises PagesInUse while a writable view of its pages lives.
+
+        With `keep_tokens` it stays, with the whole blocks of so many committed tokens and no other
+        page. Raises BadRequest where fewer are committed.
+        """
+        if not 0 <= whole(keep_tokens) <= self.num_committed:
+            raise BadRequest(f"keep {keep_tokens} tokens of {self.num_committed} committed")
         self._check_exports(self.capacity_tokens)
+        if num_blocks := keep_tokens // self.layout.block_size:
+            self._keep(num_blocks)
+            return
         binding, self._binding = self._binding, None
         if binding is not None:
+            self._let_go_of_pages(binding)
             self._client.released(binding.session, self._id)
+
+    def _keep(self, num_blocks: int) -> None:
+        binding = self._bound()
+        self.num_committed = self._num_named = num_blocks * self.layout.block_size
+        self.num_tokens = min(self.num_tokens, self.num_committed)
+        self._show_committed(binding)
+        self._client.post(
+            binding.session,
+            ReleaseRequest(
+                id=NO_REPLY,
+                epoch=binding.session.epoch,
+                leases=(self._id,),
+                keep_blocks=num_blocks,
+            ),
+        )
+
+    def _show_committed(self, binding: Binding) -> None:
+        """The block table has the committed blocks alone."""
+        self.pages = self.pages[: self.num_committed // self.layout.block_size]
+        self._num_granted = 0
+        held, self._held = self._held, self._held[:0]
+        self._hold(self.pages)
+        if (mirror := binding.mirror) is not None:
+            mirror.let_go(held)
 
     def release_quietly(self) -> bool:
         """Release the lease if no writable view is left; whether it is released."""
@@ -342,15 +575,21 @@ class Lease:
     def _bound(self) -> Binding:
         if self._binding is None:
             raise LeaseEnded("the lease was released, or never had pages (no daemon answered)")
-        if not self._binding.session.lock.is_held:
+        if not self._binding.is_own:
             raise LeaseEnded("a forked child has no leases of its parent: match anew")
         return self._binding
 
     def _ask(
         self, request: AnyRequest, deadline: float, kind: type[R], tokens: bytes | None = None
-    ) -> R:
+    ) -> Operation[R]:
+        session = self._bound().session
+        with self._ends_with_session():
+            return (yield from self._client.request(session, request, deadline, kind, tokens))
+
+    @contextlib.contextmanager
+    def _ends_with_session(self) -> Iterator[None]:
         try:
-            return self._client.request(self._bound().session, request, deadline, kind, tokens)
+            yield
         except (NotAttached, StaleEpoch) as error:
             raise LeaseEnded(f"the lease ended with its session: {error}") from error
 
@@ -364,8 +603,37 @@ class _Export:
     root: weakref.ref[Array]
 
 
+_MISS = MatchResult(0, (), 0, 0)
+
+
 def pages_for(num_tokens: int, layout: Layout) -> int:
+    """Raises BadRequest for what is no number of tokens."""
+    if not 0 <= whole(num_tokens) <= MAX_TOKENS:
+        raise BadRequest(f"{num_tokens} is no number of tokens up to {MAX_TOKENS}")
     return -(-num_tokens // layout.block_size)
+
+
+def whole(number: int) -> int:
+    """Refuse what is no whole number (BadRequest)."""
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise BadRequest(f"{number!r} is no whole number") from error
+
+
+def pack_extras(extras: Sequence[tuple[int, bytes]], start: int, stop: int) -> Extras:
+    """Extras as on the wire; refuses what is none of a position in these tokens (BadRequest)."""
+    try:
+        packed = tuple((operator.index(position), bytes(extra)) for position, extra in extras)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"extras are pairs of a position and {EXTRA_BYTES} bytes") from error
+    for position, extra in packed:
+        if not start <= position < stop or len(extra) != EXTRA_BYTES:
+            raise BadRequest(
+                f"an extra of {len(extra)} bytes at {position}: they have {EXTRA_BYTES} bytes and "
+                f"stand at positions {start} to {stop - 1}"
+            )
+    return packed
 
 
 def ahead_of(num_pages: int) -> int:

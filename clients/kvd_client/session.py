@@ -1,10 +1,10 @@
 """The sans-I/O core: requests to frames, replies to results, ids, deadlines, epochs.
 
-It never waits and owns no socket: `Client` and its like put a socket and a clock around it.
+It never waits and owns no socket: `Connection` puts a socket and a mutex around it.
 
-Concurrency: `send` and `receive` belong to the one thread (or task) that owns the socket. Any
-thread may make ids, forget a call, and add or remove a living lease; each is one operation of a
-dict or a counter, which the interpreter does whole.
+Concurrency: all of it belongs to whoever holds that mutex, with two exceptions. Any thread may make
+ids, and add or remove a living lease; each is one operation of a dict or a counter, which the
+interpreter does whole.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -59,15 +58,16 @@ _propagator = TraceContextTextMapPropagator()
 class Session:
     """One attachment. Its leases hold while `header` still shows its epoch and their generations.
 
-    `lock` tells the daemon that this process may map; every mapping holds it as well.
+    `lock` tells the daemon that this process may map; every mapping holds it as well. A session
+    that does not map has neither.
     """
 
     name: str
     epoch: int
     heartbeat_seconds: float
     max_request_bytes: int
-    header: SharedHeader
-    lock: SessionLock
+    header: SharedHeader | None
+    lock: SessionLock | None
 
 
 class Link(Enum):
@@ -85,32 +85,59 @@ class Link(Enum):
 
 
 class Call:
-    """A request under way and, later, its answer."""
+    """A request under way and, later, its answer.
 
-    __slots__ = ("_ready", "error", "frames", "id", "reply")
+    `wake` is told when the answer is there; `rest` are the raw frames behind a reply.
+    """
 
-    def __init__(self, request: AnyRequest, tokens: bytes | None = None) -> None:
+    __slots__ = ("error", "frames", "id", "is_answered", "reply", "rest", "wake")
+
+    def __init__(self, request: AnyRequest, raw: bytes | None = None) -> None:
         self.id = request.id
-        self.frames = [encode(request)] if tokens is None else [encode(request), tokens]
+        self.frames = [encode(request)] if raw is None else [encode(request), raw]
+        self.wake: Callable[[], None] = _nobody_waits
+        self.is_answered = False
         self.reply: AnyReply | None = None
         self.error: KvdError | None = None
-        # A bare lock: a Condition, as in a Future, costs several times as much.
-        self._ready = threading.Lock()
-        self._ready.acquire()
+        self.rest: Sequence[memoryview] = ()
 
-    def answer(self, reply: AnyReply | None, error: KvdError | None = None) -> None:
-        self.reply, self.error = reply, error
-        self._ready.release()
+    def answer(
+        self, reply: AnyReply | None, error: KvdError | None, rest: Sequence[memoryview] = ()
+    ) -> None:
+        self.reply, self.error, self.rest = reply, error, rest
+        self.is_answered = True
+        self.wake()
 
-    def wait(self, seconds: float) -> bool:
-        """Whether the answer is there within so many seconds."""
-        return self._ready.acquire(timeout=max(0.0, seconds))
+
+def _nobody_waits() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Until the call, which was sent, is answered."""
+
+    call: Call
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChanged:
+    """Until the link is another one than was seen."""
+
+    seen: Link
+    deadline: float
+
+
+# What a client does is told once, for threads and for tasks: an operation yields what it waits for,
+# and is told whether that came before its deadline.
+Operation: TypeAlias = Generator[Answered | LinkChanged, bool, T]
 
 
 class Core:
     """One client's side of the protocol."""
 
-    def __init__(self, name: str, on_link: Callable[[Link], None]) -> None:
+    def __init__(self, name: str, on_link: Callable[[Link], None], *, maps: bool = True) -> None:
         """`on_link` is told each change of the link, in the thread that made it."""
         self.link = Link.ATTACHING
         self.session: Session | None = None
@@ -120,6 +147,7 @@ class Core:
         self.living: dict[int, None] = {}
         self.num_received = 0
         self._name = name
+        self._maps = maps
         self._on_link = on_link
         self._previous = ""
         self._pending: dict[int, Call] = {}
@@ -180,10 +208,10 @@ class Core:
 
     # --- in ---
 
-    def receive(self, frames: list[bytes]) -> None:
+    def receive(self, frame: bytes, rest: Sequence[memoryview] = ()) -> None:
         """A reply came: the daemon is there, and perhaps another one than before."""
         try:
-            reply = decode_reply(frames[0])
+            reply = decode_reply(frame)
         except BadRequest:
             return  # of a newer daemon: whoever asked runs into the deadline
         self.num_received += 1
@@ -191,7 +219,7 @@ class Core:
         if is_probe := reply.id == self._probe:
             self._probe = 0
         if isinstance(reply, AttachReply):
-            error = self._attached(reply)
+            self._attached(reply)
         elif self.session is None:
             if is_probe and error is not None and not isinstance(error, NotAttached | StaleEpoch):
                 self._refused(error)
@@ -200,7 +228,7 @@ class Core:
         else:
             self.set_link(Link.ATTACHED)
         if (call := self._pending.pop(reply.id, None)) is not None:
-            call.answer(reply, error)
+            call.answer(reply, error, rest)
 
     def closed(self) -> None:
         """The client is closed: no lease of it holds any more."""
@@ -212,22 +240,26 @@ class Core:
             self.link = link
             self._on_link(link)
 
-    def _attached(self, reply: AttachReply) -> KvdError | None:
-        try:
-            self.session = Session(
-                reply.session,
-                reply.epoch,
-                reply.heartbeat_seconds,
-                reply.max_request_bytes,
-                map_header(reply.header_path),
-                SessionLock(reply.lock_path),
-            )
-        except (OSError, ValueError, KvdError) as error:
-            self._refused(KvdError(f"its memory cannot be mapped: {error}"))
-            return self.refusal
+    def _attached(self, reply: AttachReply) -> None:
+        header, lock = self._map(reply) if self._maps else (None, None)
+        self.session = Session(
+            reply.session,
+            reply.epoch,
+            reply.heartbeat_seconds,
+            reply.max_request_bytes,
+            header,
+            lock,
+        )
         self.refusal = None
         self.set_link(Link.ATTACHED)
-        return None
+
+    def _map(self, reply: AttachReply) -> tuple[SharedHeader, SessionLock] | tuple[None, None]:
+        """Nothing where it cannot be mapped: from within another container, say."""
+        try:
+            return map_header(reply.header_path), SessionLock(reply.lock_path)
+        except (OSError, KvdError) as error:
+            logger.warning("kvd's memory cannot be mapped; blocks are copied instead: %s", error)
+            return None, None
 
     def _refused(self, error: KvdError) -> None:
         if self.refusal is None:

@@ -15,7 +15,7 @@ from tests.e2e.conftest import program  # noqa: F401 - a fixture
 from tests.e2e.support import IDENTITY, LAYOUT, eventually, pages, settings
 
 if TYPE_CHECKING:
-    from kvd_client.lease import Lease
+    from kvd_client.client import Lease
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ class Daemon:
         return request
 
     def reply(self, reply: AnyReply) -> None:
-        self.core.receive([encode(reply)])
+        self.core.receive(encode(reply))
 
     def refuse(self, request: int, error: KvdError, epoch: int = 1) -> None:
         self.reply(ErrorReply(id=request, epoch=epoch, code=error.code, message=error.message))
@@ -133,10 +133,10 @@ def test_an_answer_goes_to_its_call(daemon: Daemon) -> None:
     daemon.attach()
     one, two = ask(daemon.core), ask(daemon.core)
     daemon.reply(DoneReply(id=two.id, epoch=1))
-    assert two.wait(0)
-    assert not one.wait(0)
+    assert two.is_answered
+    assert not one.is_answered
     daemon.refuse(one.id, LeaseEnded("over"))
-    assert one.wait(0)
+    assert one.is_answered
     assert isinstance(one.error, LeaseEnded)
 
 
@@ -146,13 +146,13 @@ def test_an_answer_that_nobody_waits_for_is_dropped(daemon: Daemon) -> None:
     daemon.core.forget(call)
     daemon.core.forget(call)
     daemon.reply(DoneReply(id=call.id, epoch=1))
-    assert not call.wait(0)
+    assert not call.is_answered
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\x01\x02\x03", bytes(100)])
 def test_a_reply_that_cannot_be_read_is_dropped(daemon: Daemon, frame: bytes) -> None:
     daemon.attach()
-    daemon.core.receive([frame])
+    daemon.core.receive(frame)
     assert daemon.core.link is Link.ATTACHED
 
 
@@ -205,7 +205,7 @@ def test_a_lost_connection_ends_every_call_under_way(daemon: Daemon) -> None:
     daemon.attach()
     calls = [ask(daemon.core) for _ in range(3)]
     daemon.core.disconnected()
-    assert all(call.wait(0) for call in calls)
+    assert all(call.is_answered for call in calls)
     assert all(isinstance(call.error, DaemonUnavailable) for call in calls)
     assert (daemon.core.link, daemon.core.probing) == (Link.DOWN, False)
 

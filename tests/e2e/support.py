@@ -14,8 +14,7 @@ from kvd.arena.page_table import table_bytes
 from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
-    from kvd_client.client import Client, Namespace
-    from kvd_client.lease import Lease
+    from kvd_client.client import Client, Lease, Namespace
 
 T = TypeVar("T")
 

@@ -31,8 +31,7 @@ from tests.e2e.support import (
 )
 
 if TYPE_CHECKING:
-    from kvd_client.client import Namespace
-    from kvd_client.lease import Lease
+    from kvd_client.client import Lease, Namespace
     from tests.arena.conftest import Child
 
 

@@ -1,0 +1,459 @@
+"""What clients of threads and of tasks share: each operation once, as a generator.
+
+`Client` and `AsyncClient` drive them; see `Operation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from kvd.arena.host import MappedArena
+from kvd.protocol.codec import TOKEN_BYTES, TokenIds, decode_request, encode, pack_tokens
+from kvd.protocol.endpoint import client_endpoint
+from kvd.protocol.errors import (
+    BadRequest,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LimitExceeded,
+    NotAttached,
+    StaleEpoch,
+    UnknownNamespace,
+)
+from kvd.protocol.keys import Identity, check_identity
+from kvd.protocol.layout import Layout, check_layout
+from kvd.protocol.messages import (
+    NO_REPLY,
+    AnyReply,
+    AnyRequest,
+    DropItem,
+    DropReply,
+    DropRequest,
+    DropResult,
+    LeasesReply,
+    LeasesRequest,
+    MatchItem,
+    MatchRequest,
+    OpenReply,
+    OpenRequest,
+    PinItem,
+    PinReply,
+    PinRequest,
+    PinResult,
+    ReleaseRequest,
+    StatusReply,
+    StatusRequest,
+    UnpinReply,
+    UnpinRequest,
+)
+from kvd_client.lease import Binding, LeaseBase, ahead_of, pack_extras, pages_for
+from kvd_client.mirror import Mirror
+from kvd_client.session import (
+    Answered,
+    Call,
+    Link,
+    LinkChanged,
+    Operation,
+    Session,
+    result_of,
+    traceparent,
+    wire,
+)
+from kvd_client.transport import Connection
+
+logger = logging.getLogger(__name__)
+
+Q = TypeVar("Q", bound=AnyRequest)
+R = TypeVar("R", bound=AnyReply)
+T = TypeVar("T")
+
+# What else identifies a position: 32 bytes, a digest of the image there, say.
+ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
+
+# A shorter silence says nothing of the daemon: one caller's tiny timeout is nobody else's outage.
+SUSPECT_SECONDS = 0.2
+MAX_NAME = 64
+MAX_SECONDS = 86_400.0 * 365
+
+
+class ClientBase:
+    """A client of one daemon, but for how it waits."""
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout: float = 2.0,
+        name: str | None = None,
+        maps: bool = True,
+    ) -> None:
+        """Begin to attach, without waiting. Raises ConfigError for an endpoint that cannot be.
+
+        A client that maps shares the daemon's memory. One that does not, or cannot, has private
+        memory with copies of the blocks that it leases.
+        """
+        self.endpoint = endpoint or client_endpoint()
+        self.timeout = check_timeout(timeout)
+        self._maps = maps
+        given = name or os.path.basename(sys.argv[0]) or "python"
+        self.name = given.encode(errors="replace").decode(errors="replace")[:MAX_NAME]
+        # What maps memory for this client: while it does, its pages could still be written.
+        self._leases: weakref.WeakSet[LeaseBase] = weakref.WeakSet()
+        self._namespaces: weakref.WeakSet[NamespaceBase] = weakref.WeakSet()
+        self._connect()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the daemon answers."""
+        return self.connection.core.link is Link.ATTACHED
+
+    # --- for the shells ---
+
+    def _attaching(self, seconds: float) -> Operation[bool]:
+        deadline = self.deadline(seconds)
+        core = self.connection.core
+        while not self.attached:
+            if not (yield LinkChanged(core.link, deadline)):
+                return False
+        return True
+
+    def _status(self) -> Operation[StatusReply]:
+        deadline = self.deadline(None)
+        request = StatusRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        return (yield from self._ask(Call(request), deadline, StatusReply))  # needs no session
+
+    def _leases_of_all(self, limit: int) -> Operation[LeasesReply]:
+        deadline = self.deadline(None)
+        request = LeasesRequest(id=self.next_id(), deadline_ns=wire(deadline), limit=limit)
+        return (yield from self._ask(Call(checked(request)), deadline, LeasesReply))
+
+    def _pin(
+        self,
+        namespace: int,
+        tokens: TokenIds,
+        seconds: float,
+        owner: str | None,
+        extras: ExtraItems,
+        deadline: float,
+    ) -> Operation[PinResult]:
+        packed = pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        item = PinItem(namespace, count, seconds, owner or "", pack_extras(extras, 0, count))
+        session = yield from self.session(deadline)
+        request = PinRequest(
+            id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline), items=(item,)
+        )
+        reply = yield from self.request(session, checked(request), deadline, PinReply, packed)
+        return result_of(reply.results)
+
+    def _unpin(self, owner: str | None, pins: Sequence[int]) -> Operation[int]:
+        deadline = self.deadline(None)
+        session = yield from self.session(deadline)
+        request = UnpinRequest(
+            id=self.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            owner=owner or "",
+            pins=tuple(pins),
+        )
+        reply = yield from self.request(session, checked(request), deadline, UnpinReply)
+        return reply.num_pins
+
+    def _drop(
+        self, namespace: int, tokens: TokenIds, from_token: int, extras: ExtraItems, deadline: float
+    ) -> Operation[DropResult]:
+        packed = pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        block_size = 1 if from_token == 0 else (yield from self._block_size(namespace))
+        from_block = from_token // block_size
+        item = DropItem(namespace, count, from_block, pack_extras(extras, 0, count))
+        session = yield from self.session(deadline)
+        request = DropRequest(
+            id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline), items=(item,)
+        )
+        reply = yield from self.request(session, checked(request), deadline, DropReply, packed)
+        return result_of(reply.results)
+
+    def _block_size(self, namespace: int) -> Operation[int]:
+        status = yield from self._status()
+        for each in status.namespaces:
+            if each.namespace == namespace:
+                return each.block_size
+        raise UnknownNamespace(f"there is no namespace {namespace}")
+
+    def _let_go(self) -> None:
+        for lease in list(self._leases):
+            lease.release_quietly()
+        for namespace in list(self._namespaces):
+            namespace.unbind()
+
+    # --- for leases and namespaces ---
+
+    @property
+    def connection(self) -> Connection:
+        if os.getpid() != self._pid:
+            self._finalizer.detach()
+            self._connect()
+        return self._connection
+
+    def deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self.timeout if timeout is None else check_timeout(timeout))
+
+    def session(self, deadline: float) -> Operation[Session]:
+        """The session, waited for while it is on its way; raises DaemonUnavailable."""
+        connection = self.connection
+        core = connection.core
+        while (link := core.link) is not Link.DOWN:
+            session = core.session
+            if link is Link.ATTACHED and session is not None:
+                return session
+            left = deadline - time.monotonic()
+            if not (yield LinkChanged(link, deadline)):
+                if left < SUSPECT_SECONDS:
+                    raise DeadlineExceeded(f"{left} s were too short to attach")
+                connection.suspect()
+        why = f"refuses: {core.refusal}" if core.refusal else "does not answer"
+        raise DaemonUnavailable(f"kvd on {self.endpoint} {why}")
+
+    def request(
+        self,
+        session: Session,
+        request: AnyRequest,
+        deadline: float,
+        kind: type[R],
+        raw: bytes | None = None,
+    ) -> Operation[R]:
+        """Ask and wait for the answer; raises what the daemon answered, or DeadlineExceeded."""
+        return (yield from self._ask(self.call(session, request, raw), deadline, kind))
+
+    def call(self, session: Session, request: AnyRequest, raw: bytes | None = None) -> Call:
+        """A request of a session that is there, and not too large."""
+        core = self.connection.core
+        if core.session is not session:
+            raise StaleEpoch("the session of this lease or namespace is over")
+        if core.link is Link.DOWN:
+            raise DaemonUnavailable(f"kvd on {self.endpoint} does not answer")
+        call = Call(request, raw)
+        if (size := sum(map(len, call.frames))) > session.max_request_bytes:
+            raise LimitExceeded(
+                f"a request of {size} bytes; kvd takes {session.max_request_bytes} at most"
+            )
+        return call
+
+    def _ask(self, call: Call, deadline: float, kind: type[R]) -> Operation[R]:
+        self.connection.send(call)
+        return (yield from self.answer(call, deadline, kind))
+
+    def answer(self, call: Call, deadline: float, kind: type[R]) -> Operation[R]:
+        """The answer to a call that was sent."""
+        connection = self.connection
+        started, heard = time.monotonic(), connection.core.num_received
+        if not (yield Answered(call, deadline)):
+            silence = time.monotonic() - started
+            if silence >= SUSPECT_SECONDS and connection.core.num_received == heard:
+                connection.suspect()
+            raise DeadlineExceeded(
+                f"no answer from {self.endpoint} within the deadline: is kvd running?"
+            )
+        error, call.error = call.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del (
+                    error
+                )  # else the error holds this frame, the frame the error, and both the arena
+        assert isinstance(call.reply, kind)
+        return call.reply
+
+    def post(self, session: Session, request: AnyRequest) -> None:
+        """Send what needs no answer."""
+        # A forked child has nothing of its parent's to end, and does not attach for it.
+        if self.has(session):
+            self._connection.post(Call(request))
+
+    def has(self, session: Session) -> bool:
+        """Whether this process has this session with the daemon."""
+        return os.getpid() == self._pid and self._connection.core.session is session
+
+    def linger(self, lease: LeaseBase) -> None:
+        """Release a lease when the last writable view of its pages is gone."""
+        if os.getpid() == self._pid:
+            self._connection.linger(lease)
+
+    def granted(self, lease: LeaseBase) -> None:
+        self._leases.add(lease)
+
+    def released(self, session: Session, lease_id: int) -> None:
+        """End a lease; an answer is not waited for, since the next request comes behind it."""
+        self._connection.core.living.pop(lease_id, None)
+        self.post(session, ReleaseRequest(id=NO_REPLY, epoch=session.epoch, leases=(lease_id,)))
+
+    def next_id(self) -> int:
+        return self.connection.core.next_id()
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._connection = Connection(self.endpoint, self.name, maps=self._maps)
+        self._finalizer = weakref.finalize(self, self._connection.close)
+
+
+class NamespaceBase:
+    """The KV of one model for one client; made by its `open`."""
+
+    def __init__(
+        self, client: ClientBase, identity: Identity, layout: Layout, salt: str, *, extras: bool
+    ) -> None:
+        """Raises BadRequest for what cannot be."""
+        # As it will be asked, so that what cannot be asked is refused here.
+        self._open = checked(
+            OpenRequest(id=NO_REPLY, identity=identity, layout=layout, salt=salt, extras=extras)
+        )
+        check_identity(identity)
+        check_layout(layout)
+        self.identity = identity
+        self.layout = layout
+        self.salt = salt
+        self.extras = extras
+        self._client = client
+        self._binding: Binding | None = None
+        client._namespaces.add(self)
+
+    def unbind(self) -> None:
+        """Let go of the mapping; views of it that live keep it, and the session's lock with it."""
+        self._binding = None
+
+    def _bound(self, deadline: float, use: Callable[[Binding], Operation[T]]) -> Operation[T]:
+        """Use the namespace as the present session knows it, its arena mapped."""
+        while True:
+            try:
+                session = yield from self._client.session(deadline)
+                binding = yield from self._bind(session, deadline)
+                return (yield from use(binding))
+            except (NotAttached, StaleEpoch, UnknownNamespace):
+                continue  # the daemon was restarted: the session, or its want, ends this loop
+
+    def _bind(self, session: Session, deadline: float) -> Operation[Binding]:
+        if (bound := self._binding) is not None and bound.session is session:
+            return bound
+        request = msgspec.structs.replace(
+            self._open,
+            id=self._client.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            trace=traceparent(),
+            maps=session.lock is not None,
+        )
+        reply = yield from self._client.request(session, request, deadline, OpenReply)
+        self._binding = Binding(session, reply.namespace, self._arena(session, reply))
+        return self._binding
+
+    def _arena(self, session: Session, reply: OpenReply) -> MappedArena | Mirror:
+        if session.lock is not None:
+            try:
+                return MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
+            except OSError as error:  # a restart between the reply and here, or no right to it
+                logger.warning("the arena cannot be mapped; blocks are copied instead: %s", error)
+        return Mirror(self.layout, reply.num_pages)
+
+    def _match(
+        self,
+        lease: LeaseBase,
+        tokens: TokenIds,
+        reserve_tokens: int,
+        exact_tail: bool,
+        extras: ExtraItems,
+        timeout: float | None,
+    ) -> Operation[None]:
+        """Have a lease, which is a miss so far, stand for the longest cached prefix of tokens.
+
+        What cannot be is refused at once, before the operation begins.
+        """
+        packed = pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        packed_extras = pack_extras(extras, 0, count)
+        num_pages = pages_for(reserve_tokens, self.layout)
+        deadline = self._client.deadline(timeout)
+
+        def use(binding: Binding) -> Operation[None]:
+            def request(lease_id: int) -> MatchRequest:
+                item = MatchItem(
+                    binding.namespace,
+                    lease_id,
+                    count,
+                    reserve=num_pages,
+                    # The rows of a tail need a page of the lease's own.
+                    ahead=ahead_of(num_pages or int(exact_tail)),
+                    exact_tail=exact_tail,
+                    extras=packed_extras,
+                )
+                return MatchRequest(
+                    id=self._client.next_id(),
+                    epoch=binding.session.epoch,
+                    deadline_ns=wire(deadline),
+                    trace=traceparent(),
+                    items=(item,),
+                )
+
+            return lease.begin(binding, request, deadline, packed)
+
+        return self._unless_away(self._bound(deadline, use))
+
+    def _unless_away(self, operation: Operation[None]) -> Operation[None]:
+        with contextlib.suppress(DaemonUnavailable, DeadlineExceeded):
+            yield from operation
+
+    def _pin(
+        self,
+        tokens: TokenIds,
+        seconds: float,
+        owner: str | None,
+        extras: ExtraItems,
+        timeout: float | None,
+    ) -> Operation[PinResult]:
+        deadline = self._client.deadline(timeout)
+        return (
+            yield from self._bound(
+                deadline,
+                lambda bound: self._client._pin(
+                    bound.namespace, tokens, seconds, owner, extras, deadline
+                ),
+            )
+        )
+
+    def _drop(
+        self, tokens: TokenIds, from_token: int, extras: ExtraItems, timeout: float | None
+    ) -> Operation[DropResult]:
+        deadline = self._client.deadline(timeout)
+        return (
+            yield from self._bound(
+                deadline,
+                lambda bound: self._client._drop(
+                    bound.namespace, tokens, from_token, extras, deadline
+                ),
+            )
+        )
+
+
+def check_timeout(timeout: float) -> float:
+    """Refuse what is no number of seconds (BadRequest); a negative one is over already."""
+    if not isinstance(timeout, int | float) or not -MAX_SECONDS <= timeout <= MAX_SECONDS:
+        raise BadRequest(f"{timeout!r} is no number of seconds up to {MAX_SECONDS:.0f}")
+    return timeout
+
+
+def checked(request: Q) -> Q:
+    """A request as the daemon will read it; raises BadRequest where it could not."""
+    try:
+        decode_request(encode(request))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"{type(request).__name__}: {error}") from error
+    return request
