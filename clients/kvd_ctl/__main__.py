@@ -1,4 +1,7 @@
-"""The `kvd-ctl` command: its arguments. Exit status 0, 1 where kvd does not answer, 2 for usage."""
+"""The `kvd-ctl` command: its arguments.
+
+Exit status 0; 1, with a line on stderr, where kvd does not answer or refuses; 2 for usage.
+"""
 
 import logging
 import socket
