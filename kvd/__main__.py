@@ -9,14 +9,20 @@ import signal
 import sys
 from pathlib import Path
 
-import anyio
 import msgspec
 
 import kvd
-from kvd.config import Config, LogConfig, load
-from kvd.daemon import Daemon
 from kvd.protocol.errors import KvdError
 from kvd.protocol.units import format_bytes
+
+try:
+    import anyio
+    import uvloop  # noqa: F401 - anyio asks for it by name
+
+    from kvd.config import Config, LogConfig, load
+    from kvd.daemon import Daemon
+except ModuleNotFoundError as error:
+    sys.exit(f"kvd: {error}: install kvd[daemon]")
 
 
 def main() -> None:

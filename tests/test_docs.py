@@ -100,11 +100,9 @@ def test_every_example_of_the_readme_runs(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", [["kvd"], ["kvd-ctl"], ["kvd-ctl", "ping"], ["kvd-ctl", "status"]]
-)
-def test_every_command_has_help_with_an_example(command: list[str]) -> None:
-    script = Path(sys.executable).with_name(command[0])
-    done = subprocess.run([script, *command[1:], "--help"], capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["kvd", "kvd-ctl"])
+def test_every_script_has_help_with_an_example(command: str) -> None:
+    script = Path(sys.executable).with_name(command)
+    done = subprocess.run([script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "Example:" in done.stdout

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from kvd_client import Client, to_json
+from kvd_client import BadRequest, Client, format_bytes, to_json
 from kvd_ctl import render
+from kvd_ctl.notation import TOKEN_BYTES, format_duration
 
 
 def ping(client: Client, *, as_json: bool) -> None:
     """Measure one round trip."""
+    client.status()  # which waits for the connection
     start = time.perf_counter()
     reply = client.status()
     milliseconds = (time.perf_counter() - start) * 1000
@@ -25,9 +28,118 @@ def ping(client: Client, *, as_json: bool) -> None:
 
 
 def status(client: Client, *, as_json: bool) -> None:
-    """Show blocks by state, hits and misses, namespaces and sessions."""
+    """Show pages by state, hits and misses; as JSON all that kvd says of itself."""
     reply = client.status()
     if as_json:
         print(to_json(reply))
     else:
         render.status(reply)
+
+
+def sessions(client: Client, *, as_json: bool) -> None:
+    """List who is attached."""
+    reply = client.status()
+    if as_json:
+        print(to_json(reply.sessions))
+    else:
+        render.sessions(reply)
+
+
+def namespaces(client: Client, *, as_json: bool) -> None:
+    """List the namespaces."""
+    reply = client.status()
+    if as_json:
+        print(to_json(reply.namespaces))
+    else:
+        render.namespaces(reply)
+
+
+def leases(client: Client, limit: int, *, as_json: bool) -> None:
+    """List the oldest leases."""
+    reply = client.leases(limit)
+    if as_json:
+        print(to_json({"leases": reply.leases, "num_leases": reply.num_leases}))
+        return
+    rows = [
+        {
+            "session": each.session,
+            "client": each.client,
+            "lease": each.lease,
+            "namespace": each.namespace,
+            "blocks": each.num_blocks,
+            "reserved": each.num_reserved,
+            "detached": each.num_detached,
+            "age": format_duration(each.age_seconds),
+        }
+        for each in reply.leases
+    ]
+    render.table("leases", rows)
+    render.more(reply.num_leases - len(rows))
+
+
+def pins(client: Client, limit: int, *, as_json: bool) -> None:
+    """List the oldest pins."""
+    reply = client.leases(limit)
+    if as_json:
+        print(to_json({"pins": reply.pins, "num_pins": reply.num_pins}))
+        return
+    rows = [
+        {
+            "pin": each.pin,
+            "owner": each.owner,
+            "namespace": each.namespace,
+            "tokens": each.num_tokens,
+            "bytes": format_bytes(each.num_bytes),
+            "left": format_duration(each.left_seconds),
+        }
+        for each in reply.pins
+    ]
+    render.table("pins", rows)
+    render.more(reply.num_pins - len(rows))
+
+
+def pin(
+    client: Client, namespace: int, tokens: bytes, seconds: float, owner: str, *, as_json: bool
+) -> None:
+    """Pin what is resident of some tokens."""
+    result = client.pin(namespace, tokens, seconds, owner=owner)
+    if as_json:
+        print(to_json(result))
+    elif result.num_tokens == 0:
+        render.console.print("nothing is pinned: no block of these tokens is resident")
+    else:
+        render.console.print(
+            f"pin {result.pin} of {owner} keeps {result.num_tokens} of "
+            f"{len(tokens) // TOKEN_BYTES} tokens, {format_bytes(result.num_bytes)}, "
+            f"for {format_duration(seconds)}"
+        )
+
+
+def unpin(client: Client, pins: Sequence[int], owner: str, *, as_json: bool) -> None:
+    """End pins of an owner: those with these numbers, or all."""
+    count = client.unpin(owner=owner, pins=pins)
+    if as_json:
+        print(to_json({"num_pins": count}))
+    else:
+        render.console.print(f"pins of {owner} ended: {count}")
+
+
+def question(client: Client, number: int) -> str:
+    """What to ask before all of a namespace is dropped. Raises BadRequest for an unknown one."""
+    for each in client.status().namespaces:
+        if each.namespace == number:
+            salt = f", salt {each.salt}" if each.salt else ""
+            return f"Drop all {each.num_blocks} blocks of namespace {number} ({each.model}{salt})?"
+    raise BadRequest(f"there is no namespace {number}")
+
+
+def drop(client: Client, namespace: int, tokens: bytes, from_token: int, *, as_json: bool) -> None:
+    """Drop the blocks of some tokens, or without tokens all of the namespace."""
+    result = client.drop(namespace, tokens, from_token=from_token)
+    if as_json:
+        print(to_json(result))
+    else:
+        by_tier = ", ".join(f"{tier} {count}" for tier, count in result.blocks_by_tier.items())
+        render.console.print(
+            f"blocks dropped: {by_tier}; still held by leases: {result.num_detached}"
+        )

@@ -2,75 +2,167 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from kvd_client import StatusReply, format_bytes
+from kvd_ctl.notation import format_duration
 
-console = Console()
+# A table that is piped is as wide as what it has to say.
+PIPED_WIDTH = 10_000
+REVISION_CHARACTERS = 12
+# On a narrow terminal these columns are folded, and no other: what people chose can be long.
+FOLDED = {"client", "owner", "model", "salt", "adapter", "positions", "layout"}
+
+# What is printed are names of others: nothing in them is markup.
+console = Console(
+    width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False, emoji=False, highlight=False
+)
 
 
 def status(reply: StatusReply) -> None:
-    """The daemon, its tiers, namespaces and sessions, as tables."""
+    """The daemon, its pages by state, hits, and the counters that tell of trouble."""
     console.print(
-        f"kvd {reply.version}, pid {reply.pid}, up {reply.uptime_seconds:.0f} s, {reply.endpoint}"
+        f"kvd {reply.version}, pid {reply.pid}, up {format_duration(reply.uptime_seconds)}, "
+        f"{reply.endpoint}"
     )
-    _tiers(reply)
-    _hits(reply)
-    _namespaces(reply)
-    _sessions(reply)
-
-
-def _tiers(reply: StatusReply) -> None:
-    states = sorted({state for tier in reply.tiers for state in tier.pages})
-    table = Table("tier", "capacity", "backed", *states, title="Pages by state")
     for tier in reply.tiers:
-        counts = [str(tier.pages.get(state, 0)) for state in states]
-        table.add_row(
-            tier.name, format_bytes(tier.capacity_bytes), format_bytes(tier.backed_bytes), *counts
+        backed, capacity = format_bytes(tier.backed_bytes), format_bytes(tier.capacity_bytes)
+        console.print(f"{tier.name} tier: {backed} of {capacity} backed")
+        rows = [{"state": state, "pages": count} for state, count in tier.pages.items() if count]
+        table(f"pages of {tier.name}", rows)
+    num_leases = sum(session.num_leases for session in reply.sessions)
+    console.print(
+        f"namespaces: {len(reply.namespaces)}; sessions: {len(reply.sessions)}; "
+        f"leases: {num_leases}"
+    )
+    _counters(Counter(reply.counters))
+
+
+def _counters(counters: Counter[str]) -> None:
+    requested, matched = counters["tokens_requested"], counters["tokens_matched"]
+    rate = f" ({matched / requested:.1%})" if requested else ""
+    console.print(
+        f"matches: {counters['matches']}, hits {counters['match_hits']}, "
+        f"misses {counters['match_misses']}; tokens: {matched} of {requested} matched{rate}"
+    )
+    console.print(
+        f"blocks: committed {counters['blocks_committed']}, "
+        f"duplicate {counters['blocks_duplicate']}, evicted {counters['blocks_evicted']}, "
+        f"dropped {counters['blocks_dropped']}; pages: quarantined {counters['pages_quarantined']}"
+    )
+    console.print(
+        f"requests: {counters['requests']}, refused {counters['errors']}, "
+        f"answers undeliverable {counters['replies_undeliverable']}"
+    )
+
+
+def sessions(reply: StatusReply) -> None:
+    """Who is attached, and how long the daemon took for its last requests."""
+    table(
+        "sessions",
+        [
+            {
+                "session": each.session,
+                "client": each.client,
+                "pid": each.pid,
+                "maps": "yes" if each.maps else "no",
+                "silent\nfor": format_duration(each.stale_seconds),
+                "leases": each.num_leases,
+                "reserved\npages": each.num_reserved,
+                "requests": each.num_requests,
+                "µs\np50/p99": f"{each.request_p50_us}/{each.request_p99_us}",
+            }
+            for each in reply.sessions
+        ],
+    )
+
+
+def namespaces(reply: StatusReply) -> None:
+    """Which model's KV they are, and then what each of them holds: together they are too wide."""
+    table(
+        "namespaces",
+        [
+            {
+                "namespace": each.namespace,
+                "model": each.model,
+                "revision": each.revision[:REVISION_CHARACTERS],
+                "salt": each.salt,
+                "adapter": each.adapter,
+                "shard": f"{each.shard_rank} of {each.shard_size}" if each.shard_size > 1 else "",
+                "positions": each.positions,
+                "extras": "yes" if each.extras else "",
+            }
+            for each in reply.namespaces
+        ],
+    )
+    if reply.namespaces:
+        _holdings(reply)
+
+
+def _holdings(reply: StatusReply) -> None:
+    table(
+        "what they hold",
+        [
+            {
+                "namespace": each.namespace,
+                "layout": _layout(each.layout),
+                "block\nsize": each.block_size,
+                "blocks": each.num_blocks,
+                "bytes": format_bytes(each.num_pages * each.page_bytes),
+                "quota\nmin/max": _quota(each.guaranteed_bytes, each.max_bytes),
+                "leases": each.num_leases,
+                "sessions": each.num_sessions,
+                "generation": each.generation,
+            }
+            for each in reply.namespaces
+        ],
+    )
+
+
+def _layout(layout: str) -> str:
+    """In short, layers x heads x head size; a newer daemon may say it in another way."""
+    shape = r"num_layers=(\d+), num_kv_heads=(\d+), head_size=(\d+), dtype='(\w+)'"
+    found = re.search(shape, layout)
+    return "{}x{}x{} {}".format(*found.groups()) if found else layout
+
+
+def _quota(guaranteed_bytes: int, max_bytes: int) -> str:
+    bounds = [format_bytes(size) if size else "-" for size in (guaranteed_bytes, max_bytes)]
+    return "/".join(bounds) if guaranteed_bytes or max_bytes else ""
+
+
+def more(count: int) -> None:
+    """Say how many there are beside those that were listed."""
+    if count:
+        console.print(f"and {count} more: see --limit")
+
+
+def table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """A column for each key, but for those that are empty in every row.
+
+    Nothing is cut off: where folding is not enough, lines are longer than the terminal is wide.
+    """
+    if not rows:
+        console.print(f"{title}: none")
+        return
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    columns = {name: [str(row[name]) for row in rows] for name in rows[0]}
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    for name, cells in shown.items():
+        made.add_column(
+            name,
+            justify="right" if isinstance(rows[0][name], int) else "left",
+            overflow="fold",
+            no_wrap=name not in FOLDED,
+            min_width=None if name in FOLDED else max(map(len, cells)),
         )
-    console.print(table)
-
-
-def _hits(reply: StatusReply) -> None:
-    count = reply.counters.get
-    requested, matched = count("tokens_requested", 0), count("tokens_matched", 0)
-    table = Table("matches", "hits", "misses", "tokens requested", "tokens matched", "hit rate")
-    table.title = "Matches"
-    rate = f"{matched / requested:.1%}" if requested else "-"
-    numbers = [count(name, 0) for name in ("matches", "match_hits", "match_misses")]
-    table.add_row(*map(str, [*numbers, requested, matched]), rate)
-    console.print(table)
-
-
-def _namespaces(reply: StatusReply) -> None:
-    table = Table("id", "model", "revision", "salt", "block size", "page", "blocks", "nodes")
-    table.title = "Namespaces"
-    for space in reply.namespaces:
-        table.add_row(
-            str(space.namespace),
-            space.model,
-            space.revision,
-            space.salt,
-            str(space.block_size),
-            format_bytes(space.page_bytes),
-            str(space.num_blocks),
-            str(space.num_nodes),
-        )
-    console.print(table)
-
-
-def _sessions(reply: StatusReply) -> None:
-    table = Table("session", "client", "pid", "maps", "silent for", "leases", "reserved pages")
-    table.title = "Sessions"
-    for session in reply.sessions:
-        table.add_row(
-            session.session,
-            session.client,
-            str(session.pid),
-            "yes" if session.maps else "no",
-            f"{session.stale_seconds:.1f} s",
-            str(session.num_leases),
-            str(session.num_reserved),
-        )
-    console.print(table)
+    for each in zip(*shown.values(), strict=True):
+        made.add_row(*each)
+    console.print(f"{title}:")
+    console.print(made, crop=False)

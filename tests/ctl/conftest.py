@@ -1,0 +1,97 @@
+"""One daemon for the tests of a module, and `kvd-ctl` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+
+from kvd.testing.daemons import RunningDaemon, running_daemon
+from kvd_client import Client
+from tests.e2e.support import IDENTITY, LAYOUT, settings
+
+if TYPE_CHECKING:
+    from kvd_client import Namespace
+
+Done: TypeAlias = subprocess.CompletedProcess[str]
+
+
+def run(*args: object, stdin: str = "", **environment: str) -> Done:
+    """`kvd-ctl` without a terminal; it hangs if it does not end within a minute."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd_ctl", *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def run_on_terminal(*args: object, answer: str = "", **environment: str) -> tuple[int, str]:
+    """`kvd-ctl` on a terminal of 80 columns, where somebody types: its exit status and output."""
+    ours, its = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvd_ctl", *map(str, args)],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        env=os.environ
+        | {"TERM": "dumb"}
+        | environment,  # of which 80 columns are taken for granted
+    )
+    os.close(its)
+    os.write(ours, answer.encode())
+    output = b"".join(iter(lambda: _read(ours), b""))
+    os.close(ours)
+    return process.wait(), output.decode().replace("\r\n", "\n")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # so ends a terminal that nobody has open any more
+        return b""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(settings()) as daemon:
+        yield daemon
+        assert "reason=internal" not in daemon.log, daemon.log
+
+
+@pytest.fixture
+def client(daemon: RunningDaemon) -> Iterator[Client]:
+    with Client(daemon.endpoint, timeout=30.0, name="engine") as client:
+        assert client.wait_attached(30.0)
+        yield client
+
+
+@pytest.fixture
+def namespace(client: Client, request: pytest.FixtureRequest) -> Namespace:
+    """This test's own, with the name of the test as its salt."""
+    return client.open(IDENTITY, LAYOUT, salt=request.node.name)
+
+
+@pytest.fixture
+def ctl(daemon: RunningDaemon) -> Callable[..., str]:
+    """`kvd-ctl` on this daemon, which succeeds: what it prints."""
+
+    def ctl(*args: object, stdin: str = "") -> str:
+        done = run(*args, "--timeout", 30, stdin=stdin, KVD_ENDPOINT=daemon.endpoint)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        return done.stdout
+
+    return ctl
+
+
+@pytest.fixture
+def ask(ctl: Callable[..., str]) -> Callable[..., Any]:
+    """The same with --json, as values."""
+    return lambda *args, **options: json.loads(ctl(*args, "--json", **options))

@@ -1,0 +1,118 @@
+"""How `kvd-ctl` ends: 0, 1 with one line where kvd does not answer or refuses, 2 for usage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvd.testing.daemons import running_daemon
+from kvd_client import Client
+from tests.ctl.conftest import Done, run
+from tests.e2e.support import settings
+
+if TYPE_CHECKING:
+    from kvd.testing.daemons import RunningDaemon
+
+COMMANDS = ["ping", "status", "sessions", "namespaces", "leases", "pins", "pin", "unpin", "drop"]
+
+
+def complaint(done: Done) -> str:
+    """The one line of a command that failed."""
+    assert (done.returncode, done.stdout) == (1, ""), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvd-ctl: ")
+    return line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert f"Example: kvd-ctl {command}" in done.stdout
+
+
+def test_where_no_socket_is_it_fails_at_once(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/kvd.sock"
+    line = complaint(run("status", "--endpoint", endpoint, "--timeout", 86_400))
+    assert f"{endpoint}: No such file or directory" in line
+
+
+def test_where_nobody_listens_any_more_it_fails_at_once() -> None:
+    with running_daemon(settings()) as daemon:
+        daemon.kill()
+        line = complaint(run("ping", "--endpoint", daemon.endpoint, "--timeout", 86_400))
+    assert f"{daemon.endpoint}: Connection refused" in line
+
+
+def test_a_frozen_daemon_is_waited_for_as_long_as_told(daemon: RunningDaemon) -> None:
+    daemon.pause()
+    try:
+        done = run("sessions", "--endpoint", daemon.endpoint, "--timeout", 0.3)
+    finally:
+        daemon.resume()
+    assert "no answer" in complaint(done)
+
+
+def test_an_endpoint_that_cannot_be_is_one_line() -> None:
+    assert "tcp://localhost:1" in complaint(run("ping", "--endpoint", "tcp://localhost:1"))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["pin", 9999, "1,2,3", "--for", "1h"], ["drop", 9999, "1,2,3"], ["drop", 9999, "--yes"]],
+)
+def test_an_unknown_namespace_is_one_line(daemon: RunningDaemon, args: list[object]) -> None:
+    assert "namespace 9999" in complaint(run(*args, KVD_ENDPOINT=daemon.endpoint))
+
+
+def test_a_daemon_that_takes_no_more_sessions_is_one_line() -> None:
+    with running_daemon(settings(limits={"sessions": 1})) as daemon, Client(daemon.endpoint) as one:
+        assert one.wait_attached(30.0)
+        done = run("unpin", "--timeout", 30, KVD_ENDPOINT=daemon.endpoint)
+    assert "all 1 sessions are in use" in complaint(done)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonesuch"],
+        ["pin", 1, "1,2,3"],
+        ["pin", 1, "1,2,3", "--for", "1w"],
+        ["pin", "first", "1,2,3", "--for", "1h"],
+        ["pin", 1, "", "--for", "1h"],
+        ["unpin", "first"],
+        ["drop", 1],
+        ["drop", 1, ""],
+        ["drop", 1, "--yes", "--from-token", 3],
+        ["leases", "--limit", 0],
+        ["status", "--timeout", 0],
+    ],
+)
+def test_wrong_usage_is_told_before_kvd_is_asked(args: list[object]) -> None:
+    done = run(*args, KVD_ENDPOINT="ipc:///nowhere/kvd.sock")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        ("kvd_ctl", "typer", "kvd[ctl]"),
+        ("kvd_ctl", "rich.table", "kvd[ctl]"),
+        ("kvd", "anyio", "kvd[daemon]"),
+        ("kvd", "uvloop", "kvd[daemon]"),
+        ("kvd", "xxhash", "kvd[daemon]"),
+    ],
+)
+def test_without_its_extra_a_command_says_what_to_install(
+    command: str, module: str, extra: str
+) -> None:
+    hidden = f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_module({command!r})"
+    code = f"{hidden[:-1]}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"install {extra}")
