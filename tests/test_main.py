@@ -110,7 +110,7 @@ def test_the_ready_line_tells_where_and_how_much() -> None:
     with running_daemon(settings()) as daemon:
         assert daemon.ready_line == (
             f"kvd {kvd.__version__} is ready on {daemon.endpoint}; host tier: "
-            f"up to 64KiB in {daemon.directory}"
+            f"up to {format_bytes(capacity_of(128))} in {daemon.directory}"
         )
 
 

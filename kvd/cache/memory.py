@@ -40,21 +40,22 @@ MAX_BROKEN_FRACTION = 1 / 16
 
 @dataclass(eq=False, slots=True)
 class ArenaState:
-    """The pages of one layout in the tier. `table_bytes` are what its page table takes of it."""
+    """The pages of one layout in the tier. Each has `record_bytes` in the page table beside it."""
 
     id: int
     layout: Layout
     pool: PagePool
-    table_bytes: int = 0
+    record_bytes: int = 0
     namespaces: list[Namespace] = field(default_factory=list)
 
     @property
-    def backed_bytes(self) -> int:
-        return self.pool.num_backed * self.layout.page_bytes
+    def page_bytes(self) -> int:
+        """What a page takes of the capacity."""
+        return self.layout.page_bytes + self.record_bytes
 
     @property
     def extent_bytes(self) -> int:
-        return self.pool.extent_pages * self.layout.page_bytes
+        return self.pool.extent_pages * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class Memory:
                 break
             size = min(_in_last_group(_leaf(victim)), _allowance(victim, space))
             self._evict([victim], space, size, plan)
-            budget -= size * victim.arena.layout.page_bytes
+            budget -= size * victim.arena.page_bytes
             self._unback([victim.arena], wanted, plan)
         self.begin_backing(arena, missing, plan)
 
@@ -243,20 +244,10 @@ class Memory:
 
     @property
     def taken_bytes(self) -> int:
-        """Of the capacity, by pages with memory and by page tables."""
-        return sum(arena.backed_bytes + arena.table_bytes for arena in self.arenas.values())
+        """Of the capacity, by pages that have memory."""
+        return sum(arena.pool.num_backed * arena.page_bytes for arena in self.arenas.values())
 
     # --- eviction ---
-
-    def shrink(self, plan: Plan) -> None:
-        """Give memory back until the capacity is kept, as after a page table has taken some."""
-        while self._left_bytes() < 0:
-            self._unback(self.arenas.values(), 0, plan)
-            victim = _coldest(self._spaces(), None)
-            if self._left_bytes() >= 0 or victim is None:
-                return
-            size = min(_in_last_group(_leaf(victim)), _allowance(victim, None))
-            self._evict([victim], None, size, plan)
 
     def trim(self) -> Plan:
         """Evict from the high watermark down to the low one, the least recent blocks of all."""
@@ -268,7 +259,7 @@ class Memory:
             victim = _coldest(self._spaces(), None)
             if victim is None:
                 break
-            page_bytes = victim.arena.layout.page_bytes
+            page_bytes = victim.arena.page_bytes
             excess = used - self.low_watermark * self.capacity_bytes
             size = min(_allowance(victim, None), int(-(-excess // page_bytes)))
             self._evict([victim], None, size, plan)
@@ -318,10 +309,7 @@ class Memory:
         return (space for arena in self.arenas.values() for space in arena.namespaces)
 
     def _used_bytes(self) -> int:
-        return sum(
-            arena.pool.num_held * arena.layout.page_bytes + arena.table_bytes
-            for arena in self.arenas.values()
-        )
+        return sum(arena.pool.num_held * arena.page_bytes for arena in self.arenas.values())
 
     # --- what people ask ---
 
