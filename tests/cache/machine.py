@@ -68,15 +68,20 @@ Prompt = tuple[int, int, Tokens]
 
 
 def encode(space: Namespace, tokens: Tokens) -> bytes:
-    """Tokens as rows; from 2 on they are images, where the namespace has extras."""
+    """Tokens as rows; from 2 on they are images."""
     extras = tuple((place, IMAGE) for place, token in enumerate(tokens) if token >= 2)
     ids = np.array([token % 2 for token in tokens], "<u4").tobytes()
-    return rows_of(ids, extras if space.tree.row_bytes > 4 else (), 0, space.tree.row_bytes)
+    return rows_of(ids, extras, 0, space.tree.row_bytes)
 
 
 def decode(space: Namespace, rows: bytes | bytearray) -> Tokens:
     words = np.frombuffer(rows, "<u4").reshape(-1, space.tree.row_bytes // 4)
     return tuple((words[:, 0] + 2 * words[:, 1:].any(axis=1)).tolist())
+
+
+def fitting(space: Namespace, tokens: Tokens) -> Tokens:
+    """The same without images, where the namespace has no extras."""
+    return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
 
 
 class Machine(RuleBasedStateMachine):
@@ -231,8 +236,7 @@ class Machine(RuleBasedStateMachine):
     def tokens(self, space: Namespace, prompt: Prompt) -> Tokens:
         pick, cut, suffix = prompt
         known = sorted(block.tokens for block in self.model.of_namespace(space.id))
-        tokens = (known[pick % len(known)][:cut] if known else ()) + suffix
-        return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
+        return (known[pick % len(known)][:cut] if known else ()) + fitting(space, suffix)
 
     def both(self, pick: int) -> tuple[Lease, slow.Lease]:
         keys = sorted(self.model.leases)

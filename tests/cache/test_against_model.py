@@ -24,6 +24,7 @@ from tests.cache.machine import (
     Prompt,
     any_number,
     encode,
+    fitting,
     prompts,
     small_number,
     some_space,
@@ -51,6 +52,24 @@ class CacheAndModel(Machine):
         if space := self.opened(self.sessions[s], n):
             tokens = self.tokens(space, prompt)
             self.do_match(self.sessions[s], lease_id, space, tokens, exact_tail=exact)
+
+    @precondition(lambda self: self.model.index)
+    @rule(
+        s=small_number,
+        lease_id=st.integers(0, 3),
+        pick=any_number,
+        cut=st.integers(1, 3),
+        suffix=some_tokens,
+    )
+    def match_a_part_of_a_block(
+        self, s: int, lease_id: int, pick: int, cut: int, suffix: Tokens
+    ) -> None:
+        blocks = sorted(self.model.index)
+        number, tokens = blocks[pick % len(blocks)]
+        space = self.opened(self.sessions[s], self.model.namespaces[number].key)
+        if space:
+            tokens = tokens[:-cut] + fitting(space, suffix)
+            self.do_match(self.sessions[s], lease_id, space, tokens, exact_tail=True)
 
     @precondition(Machine.some_lease)
     @rule(pick=any_number)
@@ -266,7 +285,7 @@ class CacheAndModel(Machine):
         turn = pages % (len(chosen) + 1)
         chosen = (chosen[turn:] + chosen[:turn])[:count]
         size = self.model.size(expected.namespace)
-        suffix = self.tokens(lease.namespace, (0, 0, suffix))
+        suffix = fitting(lease.namespace, suffix)
         tokens = (self.continuation(expected, known) + suffix + (0,) * 99)[: len(chosen) * size]
         first_block = max(0, len(expected.blocks) - back)
         before = expected.tokens[first_block * size :]
@@ -346,9 +365,18 @@ class CacheAndModel(Machine):
         n=some_space,
         all_prompts=st.lists(prompts, min_size=1, max_size=5),
         ahead=st.integers(0, 4),
+        exact=st.booleans(),
         keep=st.sampled_from([True, False, False]),
     )
-    def compute(self, s: int, n: int, all_prompts: list[Prompt], ahead: int, keep: bool) -> None:
+    def compute(
+        self,
+        s: int,
+        n: int,
+        all_prompts: list[Prompt],
+        ahead: int,
+        exact: bool,
+        keep: bool,
+    ) -> None:
         """Prompts one after the other: match, reserve, commit; keep the last one's lease."""
         session = self.sessions[s]
         space = self.opened(session, n)
@@ -356,7 +384,7 @@ class CacheAndModel(Machine):
             return
         for prompt in all_prompts:
             tokens = self.tokens(space, prompt)
-            if self.do_match(session, 4, space, tokens):
+            if self.do_match(session, 4, space, tokens, exact_tail=exact):
                 self.fill(session, 4, tokens, ahead)
         if not keep:
             self.do_match(session, 4, space, ())
@@ -368,7 +396,7 @@ class CacheAndModel(Machine):
         if not (spaces[0] and spaces[1]):
             return
         tokens = self.tokens(spaces[0], prompt)
-        others = tokens[: other[1]] + self.tokens(spaces[0], (0, 0, other[2]))
+        others = tokens[: other[1]] + fitting(spaces[0], other[2])
         both = [(self.sessions[0], tokens), (self.sessions[1], others)]
         granted = [self.do_match(session, 5, spaces[0], tokens) for session, tokens in both]
         for (session, tokens), is_granted in zip(both, granted, strict=True):
@@ -441,7 +469,7 @@ class CacheAndModel(Machine):
         number, tokens = blocks[pick % len(blocks)]
         space = self.state.namespaces[number]
         from_block = max(0, len(tokens) // self.model.size(number) - back)
-        tokens = tokens + self.tokens(space, (0, 0, behind)) if every else ()
+        tokens = tokens + fitting(space, behind) if every else ()
         expected = self.model.drop(number, tokens, from_block)
         answer = self.state.drop(space, encode(space, tokens), from_block)
         self.books.carry_out(answer.plan)
