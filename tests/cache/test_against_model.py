@@ -1,23 +1,22 @@
 """Random operations on CacheState and on the model: every answer, page and plan must agree.
 
-`KVD_STRESS=2000 pytest tests/cache/test_against_model.py` tries that many histories.
+`KVD_STRESS=20 pytest tests/cache/test_against_model.py` tries twenty times as many histories.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvd.arena.page_table import PageState
 from kvd.cache.plan import Ended, Granted, Short
 from kvd.protocol.errors import BadRequest, LeaseEnded
+from tests.cache.conftest import histories
 from tests.cache.machine import (
     ERRORS,
     Machine,
@@ -532,12 +531,4 @@ class CacheAndModel(Machine):
 
 @pytest.mark.timeout(0)
 def test_the_cache_answers_as_the_model_does() -> None:
-    run_state_machine_as_test(
-        CacheAndModel,
-        settings=settings(
-            max_examples=int(os.environ.get("KVD_STRESS", "100")),
-            stateful_step_count=60,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(CacheAndModel, settings=histories(60))
