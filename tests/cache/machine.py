@@ -141,16 +141,16 @@ class Machine(RuleBasedStateMachine):
     def told(self, plan: Plan, taker: Namespace | None = None, excess: int = 0) -> None:
         """The model hears what the memory chose: evictions, and memory that comes and goes.
 
-        The first `excess` blocks that go in the taker's arena are its own.
+        Up to `excess` of the taker's own blocks may go before what is colder.
         """
         self.books.carry_out(plan)
         for step in plan:
             match step:
                 case plans.Freed(arena, pages):
                     for page in pages.tolist():
-                        own = bool(taker and excess and arena == taker.arena.id)
-                        self.model.evict(Page(arena, page), taker.id if taker else None, own=own)
-                        excess -= own
+                        excess = self.model.evict(
+                            Page(arena, page), taker.id if taker else None, excess
+                        )
                 case plans.Unback(arena, run):
                     self.model.unback(self.pages(arena, run))
                 case plans.Back(arena, run):
