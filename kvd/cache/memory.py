@@ -153,7 +153,10 @@ class Memory:
     def spare(self, space: Namespace, needed: int, ahead: int, plan: Plan) -> int:
         """How many of the pages ahead can be had now; evicts for them once all memory is taken."""
         pool = space.arena.pool
-        ahead = max(0, min(ahead, space.max_pages - space.num_pages - needed))
+        left = space.max_pages - space.num_pages - needed
+        own = max(0, min(ahead - left, space.lru.num_blocks))
+        self._evict([space], space, own, plan)
+        ahead = min(ahead, left + own)
         missing = needed + ahead - pool.num_free
         if missing > 0 and not pool.num_backing and not self._num_backable(space.arena):
             missing = min(missing, self._num_evictable(space))

@@ -74,15 +74,20 @@ Prompt = tuple[int, int, Tokens]
 
 
 def encode(space: Namespace, tokens: Tokens) -> bytes:
-    """Tokens as rows; from 2 on they are images, where the namespace has extras."""
+    """Tokens as rows; from 2 on they are images."""
     extras = tuple((place, IMAGE) for place, token in enumerate(tokens) if token >= 2)
     ids = np.array([token % 2 for token in tokens], "<u4").tobytes()
-    return rows_of(ids, extras if space.tree.row_bytes > 4 else (), 0, space.tree.row_bytes)
+    return rows_of(ids, extras, 0, space.tree.row_bytes)
 
 
 def decode(space: Namespace, rows: bytes | bytearray) -> Tokens:
     words = np.frombuffer(rows, "<u4").reshape(-1, space.tree.row_bytes // 4)
     return tuple((words[:, 0] + 2 * words[:, 1:].any(axis=1)).tolist())
+
+
+def fitting(space: Namespace, tokens: Tokens) -> Tokens:
+    """The same without images, where the namespace has no extras."""
+    return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
 
 
 class Machine(RuleBasedStateMachine):
@@ -142,16 +147,16 @@ class Machine(RuleBasedStateMachine):
     def told(self, plan: Plan, taker: Namespace | None = None, excess: int = 0) -> None:
         """The model hears what the memory chose: evictions, and memory that comes and goes.
 
-        The first `excess` blocks that go in the taker's arena are its own.
+        Up to `excess` of the taker's own blocks may go before what is colder.
         """
         self.books.carry_out(plan)
         for step in plan:
             match step:
                 case plans.Freed(arena, pages):
                     for page in pages.tolist():
-                        own = bool(taker and excess and arena == taker.arena.id)
-                        self.model.evict(Page(arena, page), taker.id if taker else None, own=own)
-                        excess -= own
+                        excess = self.model.evict(
+                            Page(arena, page), taker.id if taker else None, excess
+                        )
                 case plans.Unback(arena, run):
                     self.model.unback(self.pages(arena, run))
                 case plans.Back(arena, run):
@@ -237,8 +242,7 @@ class Machine(RuleBasedStateMachine):
     def tokens(self, space: Namespace, prompt: Prompt) -> Tokens:
         pick, cut, suffix = prompt
         known = sorted(block.tokens for block in self.model.of_namespace(space.id))
-        tokens = (known[pick % len(known)][:cut] if known else ()) + suffix
-        return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
+        return (known[pick % len(known)][:cut] if known else ()) + fitting(space, suffix)
 
     def both(self, pick: int) -> tuple[Lease, slow.Lease]:
         keys = sorted(self.model.leases)

@@ -346,16 +346,21 @@ class Model:
         lease.granted += pages
         lease.reserved |= set(pages)
 
-    def evict(self, page: Page, taker: int | None, *, own: bool = False) -> None:
-        """The block in this page goes for a namespace: it is the coldest that may.
+    def evict(self, page: Page, taker: int | None, excess: int) -> int:
+        """The block in this page goes for a namespace: it is the coldest of its arena that may.
 
-        Of all in its arena, or of the namespace's own.
+        Or the coldest of the taker's own, up to `excess` of them; how many more of these may go.
         """
-        spaces = [taker] if own and taker is not None else self.namespaces_of(page.arena)
-        losing = [one for one in spaces if self.num_spendable(one, taker)]
-        block = self.unlocked(*losing)[0]
-        assert block.page == page
-        self.remove(block)
+        arena = self.namespaces_of(page.arena)
+        coldest = self.unlocked(*(one for one in arena if self.num_spendable(one, taker)))[0]
+        if coldest.page != page:
+            assert excess
+            assert taker is not None
+            coldest = self.unlocked(taker)[0]
+            excess -= 1
+        assert coldest.page == page
+        self.remove(coldest)
+        return excess
 
     def remove(self, block: Block) -> None:
         assert not self.is_held(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvd.arena.runs import runs_of
 from kvd.cache.plan import Back, Freed, Granted, Reserved, Short, Unback
 from kvd.protocol.messages import Run
 from tests.cache.conftest import EXTENT, LAYOUT, WIDE, Cache, backing, freed, kinds
@@ -91,6 +92,35 @@ def test_a_reserve_evicts_the_least_recent_blocks_from_their_end(cache: Cache) -
     assert kinds(answer.plan) == [Freed, Freed, Reserved]
     assert cache.texts() == {"abc", "rstu"}
     assert cache.state.counters["blocks_evicted"] == 9
+
+
+def test_cold_blocks_go_for_pages_ahead_once_all_memory_is_taken(cache: Cache) -> None:
+    cache.fill("abcdefghijkl")
+    answer = cache.state.reserve(cache.match("?"), 0, 4, ahead=4)
+    assert isinstance(answer, Granted)
+    assert len(answer.pages) == 8
+    assert cache.texts() == {"abcdefgh"}
+
+
+def test_a_few_more_blocks_go_for_a_long_run() -> None:
+    """Twelve would do, but four of them are in the way of a whole group."""
+    cache = Cache(48)
+    for text in ("a" * 16, "b" * 16, "c" * 12):
+        cache.fill(text)
+    pages = cache.reserve(cache.match("?"), 16)
+    assert runs_of(pages) == (Run(0, 16),)
+    assert cache.texts() == {"b" * 16, "c" * 12}
+
+
+def test_a_bound_of_blocks_go_for_a_long_run() -> None:
+    """A held page in each group: no eviction makes one whole."""
+    cache = Cache(48)
+    for letter in "abc":
+        cache.fill(letter * 16)
+    for letter in "abc":
+        cache.match(letter)
+    assert len(cache.reserve(cache.match("?"), 16)) == 16
+    assert cache.state.counters["blocks_evicted"] == 16 + 16
 
 
 def test_a_touch_of_the_end_keeps_the_whole_path(cache: Cache) -> None:
