@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import kvd
+from kvd.protocol.units import format_bytes
 from kvd.testing.daemons import DaemonFailed, running_daemon
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import settings
+from tests.e2e.support import capacity_of, settings
 
 
 def run(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:

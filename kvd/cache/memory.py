@@ -8,8 +8,9 @@ the coldest. Between layouts memory moves by whole extents.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
 from kvd.arena.base import GROUP_PAGES
@@ -175,15 +176,14 @@ class Memory:
         broken = pool.num_free - pool.num_whole_groups * GROUP_PAGES
         if pool.num_backing or self._num_backable(space.arena):
             return
-        if broken > pool.num_backed * MAX_BROKEN_FRACTION:
+        if broken > max(GROUP_PAGES, pool.num_backed * MAX_BROKEN_FRACTION):
             return
-        while left > 0 and pool.num_whole_groups < wanted:
-            victim = _coldest(space.arena.namespaces, space)
-            if victim is None:
+        for victim in _coldest_first(space.arena.namespaces, space):
+            if left <= 0 or pool.num_whole_groups >= wanted:
                 return
             # No group becomes whole before all that the leaf has in it are gone.
             size = min(left, _in_last_group(_leaf(victim)), _allowance(victim, space))
-            self._evict([victim], space, size, plan)
+            self._shorten(victim, size, plan)
             left -= size
 
     def _move(self, space: Namespace, missing: int, plan: Plan) -> None:
@@ -196,22 +196,28 @@ class Memory:
         others = [other for other in self.arenas.values() if other is not arena]
         budget = MOVE_BUDGET * wanted
         self._unback(others, wanted, plan)
-        while self._left_bytes() < wanted and budget > 0:
-            victim = _coldest((each for other in others for each in other.namespaces), space)
-            if victim is None or not self._is_worth_moving(victim, space, missing):
+        at_least = self._age_to_move(space, missing)
+        for victim in _coldest_first(
+            [each for other in others for each in other.namespaces], space
+        ):
+            if self._left_bytes() >= wanted or budget <= 0 or self._age(victim) <= at_least:
                 break
             size = min(_in_last_group(_leaf(victim)), _allowance(victim, space))
-            self._evict([victim], space, size, plan)
+            self._shorten(victim, size, plan)
             budget -= size * victim.arena.page_bytes
             self._unback([victim.arena], wanted, plan)
         self.begin_backing(arena, missing, plan)
 
-    def _is_worth_moving(self, victim: Namespace, space: Namespace, missing: int) -> bool:
-        own = _coldest(space.arena.namespaces, space)
+    def _age_to_move(self, space: Namespace, missing: int) -> int:
+        """How old another layout's blocks must be to go for a namespace, in touches."""
+        own = next(_coldest_first(space.arena.namespaces, space), None)
         if own is None or missing > self._num_evictable(space):
-            return True
-        age, own_age = (self.num_touches - _leaf(one).stamp for one in (victim, own))
-        return age > MOVE_AGE_RATIO * own_age
+            return -1
+        return MOVE_AGE_RATIO * self._age(own)
+
+    def _age(self, space: Namespace) -> int:
+        """Touches since that of its coldest block."""
+        return self.num_touches - _leaf(space).stamp
 
     def _unback(self, arenas: Iterable[ArenaState], wanted_bytes: int, plan: Plan) -> None:
         """Take whole free extents out of arenas until so many bytes of the capacity are left."""
@@ -258,14 +264,13 @@ class Memory:
         used = self._used_bytes()
         if used <= self.high_watermark * self.capacity_bytes:
             return plan
-        while used > self.low_watermark * self.capacity_bytes:
-            victim = _coldest(self._spaces(), None)
-            if victim is None:
+        for victim in _coldest_first(self._spaces(), None):
+            excess = used - self.low_watermark * self.capacity_bytes
+            if excess <= 0:
                 break
             page_bytes = victim.arena.page_bytes
-            excess = used - self.low_watermark * self.capacity_bytes
             size = min(_allowance(victim, None), int(-(-excess // page_bytes)))
-            self._evict([victim], None, size, plan)
+            self._shorten(victim, size, plan)
             used -= size * page_bytes
         return plan
 
@@ -284,22 +289,19 @@ class Memory:
         arena.pool.free(pages)
         return Freed(arena.id, pages)
 
-    def _evict(
-        self, spaces: Iterable[Namespace], space: Namespace | None, count: int, plan: Plan
-    ) -> None:
-        """Shorten the coldest leaves from their ends, on behalf of `space`.
-
-        `count` blocks are there to be evicted.
-        """
-        spaces = list(spaces)
+    def _evict(self, spaces: Iterable[Namespace], space: Namespace, count: int, plan: Plan) -> None:
+        """Shorten the coldest leaves, on behalf of `space`; `count` blocks are there to go."""
         left = count
-        while left:
-            victim = _coldest(spaces, space)
-            assert victim is not None
-            leaf = _leaf(victim)
+        for victim in _coldest_first(spaces, space):
+            if left <= 0:
+                break
             size = min(left, _allowance(victim, space))
-            self.free(victim, victim.tree.cut(leaf, size), plan)
+            self._shorten(victim, size, plan)
             left -= size
+
+    def _shorten(self, victim: Namespace, count: int, plan: Plan) -> None:
+        """Evict blocks from the end of a namespace's coldest leaf."""
+        self.free(victim, victim.tree.cut(_leaf(victim), count), plan)
         self._counters["blocks_evicted"] += count
 
     def _num_evictable(self, space: Namespace) -> int:
@@ -342,10 +344,24 @@ def _leaf(space: Namespace) -> Node:
     return leaf
 
 
-def _coldest(spaces: Iterable[Namespace], space: Namespace | None) -> Namespace | None:
-    """Whose coldest leaf is the coldest, of those that may lose it for `space`."""
-    losing = [each for each in spaces if each.lru.num_blocks and _spendable(each, space) > 0]
-    return min(losing, key=lambda each: _leaf(each).stamp, default=None)
+def _coldest_first(spaces: Iterable[Namespace], space: Namespace | None) -> Iterator[Namespace]:
+    """Again and again, whose coldest leaf is the coldest, of those that may lose it for `space`.
+
+    Whoever asks takes some of that leaf each time.
+    """
+    heap = [(_leaf(each).stamp, each.id, each) for each in spaces if _may_lose(each, space)]
+    heapify(heap)
+    while heap:
+        victim = heap[0][2]
+        yield victim
+        if _may_lose(victim, space):
+            heapreplace(heap, (_leaf(victim).stamp, victim.id, victim))
+        else:
+            heappop(heap)
+
+
+def _may_lose(victim: Namespace, space: Namespace | None) -> bool:
+    return victim.lru.num_blocks > 0 and _spendable(victim, space) > 0
 
 
 def _spendable(victim: Namespace, space: Namespace | None) -> int:

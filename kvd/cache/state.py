@@ -74,6 +74,7 @@ class CacheState:
         self.quarantined: dict[int, list[tuple[ArenaState, Pages]]] = {}
         self._by_key: dict[bytes, Namespace] = {}
         self._num_opened = 0
+        self._num_arenas = 0
         self._reserved_bytes: Counter[int] = Counter()
 
     # --- arenas and namespaces ---
@@ -86,7 +87,8 @@ class CacheState:
         self, layout: Layout, num_pages: int, extent_pages: int, record_bytes: int = 0
     ) -> ArenaState:
         """An arena without memory."""
-        number = max(self.memory.arenas, default=-1) + 1
+        number = self._num_arenas
+        self._num_arenas += 1
         arena = ArenaState(number, layout, PagePool(num_pages, extent_pages), record_bytes)
         self.memory.arenas[number] = arena
         return arena
@@ -571,4 +573,5 @@ def _sorted(pages: set[int]) -> Pages:
 
 
 def _last_touch(space: Namespace) -> int:
-    return max((node.stamp for node in space.lru), default=-1)
+    hottest = space.lru.hottest()
+    return hottest.stamp if hottest else -1

@@ -64,7 +64,7 @@ class Cache:
         self._lease_id = 1000
 
     def add_arena(self, layout: Layout, num_pages: int) -> ArenaState:
-        return self.state.add_arena(layout, num_pages, EXTENT)[0]
+        return self.state.add_arena(layout, num_pages, EXTENT)
 
     def add_wide(self, num_pages: int, *, backed: bool = True) -> ArenaState:
         """A second layout, with a namespace "wide"."""

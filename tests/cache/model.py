@@ -26,7 +26,12 @@ class Arena:
     page_bytes: int
     num_pages: int
     extent_pages: int
-    table_bytes: int
+    record_bytes: int  # in the page table, of each page
+
+    @property
+    def cost(self) -> int:
+        """What a page takes of the capacity."""
+        return self.page_bytes + self.record_bytes
 
 
 @dataclass
@@ -375,9 +380,8 @@ class Model:
         return {page for page in self.being_backed if page.arena == arena}
 
     def taken_bytes(self) -> int:
-        tables = sum(arena.table_bytes for arena in self.arenas.values())
-        return tables + sum(
-            self.arenas[page.arena].page_bytes
+        return sum(
+            self.arenas[page.arena].cost
             for page, state in self.pages.items()
             if state != "unbacked" or page in self.being_backed
         )
@@ -387,7 +391,7 @@ class Model:
         arena = self.arenas[number]
         unbacked = set(self.in_state(number, "unbacked")) - self.being_backed
         left = (self.limits.capacity_bytes - self.taken_bytes()) // (
-            arena.extent_pages * arena.page_bytes
+            arena.extent_pages * arena.cost
         )
         return max(0, min(left, len(unbacked) // arena.extent_pages)) if self.may_back else 0
 
@@ -417,9 +421,8 @@ class Model:
             self.pages[page] = "unbacked"
 
     def used_bytes(self) -> int:
-        tables = sum(arena.table_bytes for arena in self.arenas.values())
-        return tables + sum(
-            self.arenas[page.arena].page_bytes
+        return sum(
+            self.arenas[page.arena].cost
             for page, state in self.pages.items()
             if state not in ("unbacked", "free")
         )
@@ -524,7 +527,8 @@ class Model:
         key = session, lease_id
         if key in self.leases:
             self.end_lease(key)
-        self.ended_ids.add(key)
+        else:
+            self.ended_ids.add(key)
 
     def end_lease(self, key: tuple[int, int]) -> None:
         """Give back what it reserved, and touch its path: the last block first."""

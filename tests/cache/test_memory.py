@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.arena.runs import runs_of
-from kvd.cache.plan import Back, Freed, Granted, Reserved, Short, Unback
+from kvd.cache.plan import Back, Freed, Granted, Plan, Reserved, Short, Unback
 from kvd.protocol.messages import Run
 from tests.cache.conftest import EXTENT, LAYOUT, WIDE, Cache, backing, freed, kinds
 
@@ -363,20 +363,26 @@ def test_what_is_guaranteed_does_not_move() -> None:
     assert answer.plan == []
 
 
-def test_a_page_table_takes_memory_of_the_capacity() -> None:
+def test_what_is_kept_of_a_page_counts_as_taken() -> None:
     cache = Cache(32)
-    cache.fill("a" * 20)
-    _, plan = cache.state.add_arena(WIDE, 16, EXTENT, table_bytes=1)
-    assert kinds(plan) == [Freed, Unback]
-    assert cache.memory.taken_bytes <= cache.memory.capacity_bytes
-    assert cache.texts() == {"a" * 16}
+    other = cache.state.add_arena(WIDE, 32, EXTENT, record_bytes=WIDE.page_bytes)
+    cache.memory.capacity_bytes += 2 * EXTENT * WIDE.page_bytes
+    plan: Plan = []
+    cache.memory.begin_backing(other, 32, plan)
+    assert [step.run for step in plan if isinstance(step, Back)] == [Run(0, EXTENT)]
+    assert cache.memory.taken_bytes == cache.memory.capacity_bytes
 
 
-def test_a_page_table_takes_no_memory_that_is_held() -> None:
-    cache = Cache(32)
-    cache.hold("a" * 32)
-    _, plan = cache.state.add_arena(WIDE, 16, EXTENT, table_bytes=1)
-    assert plan == []
+def test_short_prompts_use_the_whole_memory() -> None:
+    """What each leaves over of its group is used before whole groups are made for the next."""
+    cache = Cache(512)
+    for number in range(3 * 512):
+        lease = cache.match(chr(number))
+        answer = cache.state.reserve(lease, 0, 1, ahead=15)
+        assert isinstance(answer, Granted)
+        cache.commit(lease, chr(number), answer.pages[:1])
+        cache.release(lease)
+    assert cache.namespace.tree.num_blocks > 512 * 15 // 16 - EXTENT
 
 
 # --- the counts ---
