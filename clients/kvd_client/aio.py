@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvd_client.base import ClientBase, NamespaceBase
@@ -71,7 +71,7 @@ class AsyncClient(ClientBase):
             self._pin(namespace, tokens, seconds, owner, extras, self.deadline(None))
         )
 
-    async def unpin(self, *, owner: str | None = None, pins: tuple[int, ...] = ()) -> int:
+    async def unpin(self, *, owner: str | None = None, pins: Sequence[int] = ()) -> int:
         """As `Client.unpin`."""
         return await self.run(self._unpin(owner, pins))
 

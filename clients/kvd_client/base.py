@@ -154,7 +154,9 @@ class ClientBase:
         reply = yield from self.request(session, checked(request), deadline, PinReply, packed)
         return result_of(reply.results)
 
-    def _unpin(self, owner: str | None, pins: tuple[int, ...]) -> Operation[int]:
+    def _unpin(self, owner: str | None, pins: Sequence[int]) -> Operation[int]:
+        if not isinstance(pins, Sequence):
+            raise BadRequest(f"{pins!r} is no sequence of pins")
         deadline = self.deadline(None)
         session = yield from self.session(deadline)
         request = UnpinRequest(
@@ -162,7 +164,7 @@ class ClientBase:
             epoch=session.epoch,
             deadline_ns=wire(deadline),
             owner=owner or "",
-            pins=pins,
+            pins=tuple(pins),
         )
         reply = yield from self.request(session, checked(request), deadline, UnpinReply)
         return reply.num_pins

@@ -9,6 +9,8 @@ from kvd_client.lease import LeaseBase
 from kvd_client.session import Answered, LinkChanged, Operation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
@@ -66,7 +68,7 @@ class Client(ClientBase):
         """As `Namespace.pin`, for a namespace that is known by its number."""
         return self.run(self._pin(namespace, tokens, seconds, owner, extras, self.deadline(None)))
 
-    def unpin(self, *, owner: str | None = None, pins: tuple[int, ...] = ()) -> int:
+    def unpin(self, *, owner: str | None = None, pins: Sequence[int] = ()) -> int:
         """End the owner's pins, those with these numbers or all; how many there were."""
         return self.run(self._unpin(owner, pins))
 

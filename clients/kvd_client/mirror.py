@@ -38,8 +38,8 @@ class Piece:
 class Mirror:
     """The arena's pages, as far as this client has them; of memory only what is used.
 
-    Concurrency: any thread may hold pages and let go of them. Letting go happens wherever the
-    collector ends a lease, so it never waits: whoever has the mutex, or gets it next, does it.
+    Concurrency: any thread may hold pages and let go of them. The collector ends leases wherever
+    it runs, also under the mutex: what they let go there is left to whoever takes it next.
     """
 
     def __init__(self, layout: Layout, num_pages: int) -> None:
@@ -56,7 +56,7 @@ class Mirror:
         self._num_holders = np.zeros(num_pages, np.int64)
         self._is_loaded = np.zeros(num_pages, np.bool_)
         self._left: deque[Pages] = deque()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
 
     def writable(self) -> Arena:
         """As `MappedArena.writable`."""
@@ -68,12 +68,13 @@ class Mirror:
             # First of all: pages that come again have other bytes than they had.
             self._clear_left()
             np.add.at(self._num_holders, pages, 1)
-        self._try_to_clear_left()
 
     def let_go(self, pages: Pages) -> None:
         """A lease is done with these pages: memory that no other has is given back."""
         self._left.append(pages)
-        self._try_to_clear_left()
+        if not self._mutex._is_owned():  # type: ignore[attr-defined]
+            with self._mutex:
+                self._clear_left()
 
     def missing(self, pages: Pages) -> Pages:
         """Those of these pages that are not loaded."""
@@ -106,13 +107,6 @@ class Mirror:
         for number in range(piece.first_slice, piece.first_slice + piece.num_slices):
             for run in piece.runs:
                 yield arena.slice_view(number, run)
-
-    def _try_to_clear_left(self) -> None:
-        while self._left and self._mutex.acquire(blocking=False):
-            try:
-                self._clear_left()
-            finally:
-                self._mutex.release()
 
     def _clear_left(self) -> None:
         while self._left:

@@ -76,24 +76,25 @@ class Connection:
     - An answer is handed out by setting it and then waking its thread by that thread's eventfd,
       which stays readable until the thread, once woken, clears it and looks again. So it does not
       matter whether the thread was about to wait, waited, or was the one who reads.
-    - Of the threads that wait one, who has `_role`, waits on the sockets too. Each notes itself in
-      `_waiting` before it tries to get the role. Who leaves, answered or not, gives up the role
-      before it looks there and wakes another (`_pass_on`). So either that one got the role, or it
-      is found; and if it leaves instead of reading, it passes on in turn.
+    - Of the threads that wait one, the `_reader`, waits on the sockets too. Each notes itself in
+      `_waiting` before it tries to become it. Who leaves, answered or not, ceases to be it before
+      it looks there and wakes another (`_pass_on`). So either that one became the reader, or it is
+      found; and if it leaves instead of reading, it passes on in turn.
 
-    An event loop that waits polls the socket's descriptor itself and pumps; it needs no role.
+    An event loop that waits polls the socket's descriptor itself and pumps, beside any reader.
 
     The thread of the connection, the keeper, sends heartbeats and looks for the daemon. It watches
     the monitor always, the socket only while its own probe is under way and nobody else reads.
-    The collector ends leases and clients wherever it runs, also under the mutex: `post`, `linger`
-    and `close` do not wait for it.
+    The collector ends leases and clients wherever it runs, also under the mutex: `post` leaves its
+    call to the keeper there, `linger` and `close` do not need it. Locks are taken by `with` alone:
+    an interrupt between a call of `acquire` and the next line would leave them taken for ever.
     """
 
     def __init__(self, endpoint: str, name: str, *, maps: bool) -> None:
         socket_path(endpoint)
         self.core = Core(name, self._link_changed, maps=maps)
-        self._mutex = threading.Lock()
-        self._role = threading.Lock()
+        self._mutex = threading.RLock()
+        self._reader: _Waiter | None = None
         self._outbox: deque[Call] = deque()
         self._waiting: dict[int, _Waiter] = {}
         self._watching: set[Callable[[], None]] = set()
@@ -180,13 +181,10 @@ class Connection:
     def post(self, call: Call) -> None:
         """Send what needs no answer, behind all that was sent before."""
         self._outbox.append(call)
-        if self._mutex.acquire(blocking=False):
-            try:
-                self._pump()
-            finally:
-                self._mutex.release()
-        else:  # whoever has it may be done with the outbox
+        if self._mutex._is_owned():  # type: ignore[attr-defined]
             self._keeper.wake()
+        else:
+            self.pump()
 
     def suspect(self) -> None:
         """A deadline passed in silence: nobody else shall wait until the daemon speaks again."""
@@ -217,20 +215,22 @@ class Connection:
 
     def _wait(self, waiter: _Waiter, seconds: float) -> None:
         """Wait until woken, and read meanwhile if nobody else does."""
-        reads = self._role.acquire(blocking=False)
         try:
-            waiter.wait(seconds, reads=reads)
-            if reads:
+            with self._mutex:
+                if self._reader is None:
+                    self._reader = waiter
+            waiter.wait(seconds, reads=self._reader is waiter)
+            if self._reader is waiter:
                 with self._mutex:
                     self._pump()
                     self._watch_connection()
         finally:
-            if reads:
-                self._role.release()
+            if self._reader is waiter:
+                self._reader = None
 
     def _pass_on(self) -> None:
         """Wake one who waits, so that it reads, unless somebody does."""
-        if not self._role.locked():
+        if self._reader is None:
             if self._waiting:
                 next(iter(self._waiting.values())).wake()
             elif self.core.probing:

@@ -9,6 +9,7 @@ type of its message in front.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +152,8 @@ def say(client: Client, kind: type[AnyRequest], tokens: bytes | None = None, **f
     assert client.connection.core.session is not None
     envelope = {"id": client.next_id(), "epoch": client.connection.core.session.epoch}
     call = Call(kind(**envelope | fields), tokens)
-    client.connection.post(call)
-    assert call.wait(PATIENCE_SECONDS)
+    client.connection.send(call)
+    assert client.connection.wait(call, time.monotonic() + PATIENCE_SECONDS)
 
 
 # --- saying it again ---

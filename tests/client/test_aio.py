@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
+from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, DaemonUnavailable, DeadlineExceeded, LeaseEnded, OutOfPages
 from kvd_client.aio import AsyncClient, AsyncLease, AsyncNamespace
 from tests.e2e.support import (
@@ -21,6 +22,7 @@ from tests.e2e.support import (
     eventually,
     holds,
     pages_in,
+    settings,
     tokens_of,
     write,
 )
@@ -143,6 +145,24 @@ async def test_after_close_nothing_waits(kv: AsyncNamespace) -> None:
     assert not (await kv.match(TOKENS)).is_open
     with pytest.raises(DaemonUnavailable):
         await kv.client.status()
+
+
+async def test_calls_under_way_end_with_the_daemon_and_the_next_one_serves() -> None:
+    with running_daemon(settings()) as daemon:
+        async with AsyncClient(daemon.endpoint, timeout=30.0) as engine:
+            namespace = engine.open(IDENTITY, LAYOUT)
+            all_of_it = await namespace.match([], reserve_tokens=128 * BLOCK)
+            lease = await namespace.match([])
+            waiting = asyncio.create_task(lease.reserve(BLOCK, timeout=3600.0))
+            await engine.status()
+            await asyncio.to_thread(daemon.kill)
+            with pytest.raises(DaemonUnavailable):
+                await waiting
+            assert not (await namespace.match(TOKENS)).is_open
+            await asyncio.to_thread(daemon.start)
+            assert await engine.wait_attached(30.0)
+            assert not all_of_it.is_open
+            assert await cycle(namespace, TOKENS)
 
 
 # --- cancelled ---
