@@ -134,14 +134,15 @@ class Rows:
         self._memory = _PrivateMemory(self._layout)
         # Once a token has no page, none behind it gets one: commits are contiguous.
         self._pages_end = False
-        self.length = self._num_sealed = self._lease.num_tokens if self._lease else 0
+        self.length = self._lease.num_tokens if self._lease else 0
+        self._num_sealed = self.num_committed
 
     def _match(self, tokens: Tensor) -> Lease | None:
         """A lease of the longest prefix that kvd knows; None where there is none to be had."""
         if self._namespace is None:
             return None
         with _going_on():
-            lease = self._namespace.match(tokens.numpy())
+            lease = self._namespace.match(tokens.numpy(), exact_tail=True)
             if lease.is_open or lease.capacity_tokens > 0:
                 return lease
             logger.info("no kvd answers on %s", self._namespace.client.endpoint)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
 # What is kept of a page may be this large beside it.
-MAX_RECORD_FRACTION = 0.25
+MAX_RECORD_FRACTION = 0.5
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,6 +26,7 @@ from demo import models, recall
 from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, Client, KvdError, Lease, Namespace, Unsupported
 from kvd_infer.hf import generate, identity_of, layout_of
+from tests.e2e.support import capacity_of
 from tests.infer.conftest import OpenFor, attached, page_of, plain_logits, tolerance_of
 from tests.infer.runs import (
     STEPS,
@@ -416,7 +417,8 @@ def test_too_few_pages_change_no_token(
     monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.1)
     layout = layout_of(model)
     settings = {
-        "tiers": [{"type": "host", "capacity_bytes": 64 * layout.page_bytes}],
+        "tiers": [{"type": "host", "capacity_bytes": capacity_of(64, layout)}],
+        "limits": {"session_reserved_fraction": 1.0},
         "cache": {"high_watermark": 1.0, "low_watermark": 1.0},
     }
     ids = prompt(num_tokens)
