@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
         config = load(args.config)
         config = msgspec.structs.replace(config, log=_log_config(config.log, args))
         _set_up_logging(config.log)
+        _raise_descriptor_limit()
         anyio.run(_serve, config, backend_options={"use_uvloop": True})
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
@@ -68,6 +70,12 @@ async def _serve(config: Config) -> None:
             async for number in signals:
                 logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
                 break
+
+
+def _raise_descriptor_limit() -> None:
+    """Each client takes some, and the usual limit of 1024 is for programs that still use select."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _JsonFormatter(logging.Formatter):

@@ -60,13 +60,15 @@ class LimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process_sessions: Count = 64
     session_leases: Count = 16_384
     session_reserved_fraction: Fraction = 0.9
-    namespaces: Count = 4096
+    namespaces: Count = 1024
+    session_namespaces: Count = 256
     layouts: Count = 64
     pins: Count = 1024
     pinned_fraction: Fraction = 0.5
     owner_pinned_fraction: Fraction = 0.25
-    batch_items: Count = 4096
-    request_bytes: ByteSize = ByteSize(64 << 20)
+    session_waiting: Count = 32
+    batch_items: Count = 256
+    request_bytes: ByteSize = ByteSize(8 << 20)
     wait_seconds: Seconds = 60.0
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import kvd
+from kvd.protocol.units import format_bytes
 from kvd.testing.daemons import DaemonFailed, running_daemon
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import settings
+from tests.e2e.support import capacity_of, settings
 
 
 def run(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +111,7 @@ def test_the_ready_line_tells_where_and_how_much() -> None:
     with running_daemon(settings()) as daemon:
         assert daemon.ready_line == (
             f"kvd {kvd.__version__} is ready on {daemon.endpoint}; host tier: "
-            f"up to 64KiB in {daemon.directory}"
+            f"up to {format_bytes(capacity_of(128))} in {daemon.directory}"
         )
 
 

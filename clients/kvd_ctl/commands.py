@@ -117,7 +117,7 @@ def pin(
 
 def unpin(client: Client, pins: Sequence[int], owner: str, *, as_json: bool) -> None:
     """End pins of an owner: those with these numbers, or all."""
-    count = client.unpin(owner=owner, pins=pins)
+    count = client.unpin(owner=owner, pins=tuple(pins))
     if as_json:
         print(to_json({"num_pins": count}))
     else:

@@ -22,7 +22,7 @@ import msgspec
 
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import NUM_SLOTS, SharedHeader
-from kvd.arena.page_table import table_bytes
+from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.cache.memory import NO_QUOTA, ArenaState, Namespace, Quota
 from kvd.cache.plan import (
@@ -179,10 +179,9 @@ class Manager:
 
     async def _add_arena(self, identity: Identity, layout: Layout) -> ArenaState:
         made = await self._tier.create_arena(layout, fingerprint(identity, layout))
-        size = table_bytes(layout, made.num_pages)
-        arena, plan = self.state.add_arena(layout, made.num_pages, made.extent_pages, size)
+        size = record_bytes(layout)
+        arena = self.state.add_arena(layout, made.num_pages, made.extent_pages, size)
         self._arenas[arena.id] = made
-        self._carry_out(plan)
         return arena
 
     def _quota(self, identity: Identity, salt: str) -> Quota:
@@ -283,6 +282,7 @@ class Manager:
             raise waiter.error
         if not waiter.done.is_set():
             wanted = stop - len(lease.granted)
+            self.state.counters["reserves_short"] += 1
             raise self._out_of_pages(self.state.memory.shortage(lease.namespace, wanted))
         return waiter.runs
 
@@ -506,6 +506,7 @@ class Manager:
             else:
                 return False
         except KvdError as error:
+            self.state.counters["reserves_short"] += isinstance(error, OutOfPages)
             waiter.error = error
         waiter.done.set()
         return True
@@ -601,6 +602,8 @@ def _rivals(lease: Lease, other: Lease) -> bool:
 def _pages(lease: Lease, runs: Runs) -> Pages:
     if sum(run.count for run in runs) > lease.namespace.arena.pool.num_pages:
         raise BadRequest("a request names more pages than there are")
+    if not all(run.count for run in runs):
+        raise BadRequest("a run of no page says nothing")
     pages = pages_of(runs)
     if len(pages) and int(pages.max()) >= lease.namespace.arena.pool.num_pages:
         raise BadRequest("a request names pages that do not exist")

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from kvd.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
     KvdError,
+    LimitExceeded,
     StaleEpoch,
     VersionMismatch,
 )
@@ -67,6 +68,8 @@ EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 # After so long other callbacks have their turn: a few busy clients keep the socket from ever being
 # empty, and what is given, waited for or swept would come to nothing.
 DRAIN_SECONDS = 0.002
+# A thousand clients that attach at once take turns with what the others ask.
+ATTACH_PAUSE_SECONDS = 0.001
 # So many requests of one connection wait here; more wait where they are sent.
 QUEUED_REQUESTS = 16
 
@@ -90,8 +93,10 @@ class Router:
         self._header = header
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
-        self._later: list[tuple[bytes, AnyRequest, Later]] = []
+        self._later: list[tuple[Session, AnyRequest, Later]] = []
         self._stirred = anyio.Event()
+        self._attaching: deque[tuple[bytes, AttachRequest]] = deque()
+        self._knocked = anyio.Event()
         self._is_closing = False
         self.counters: Counter[str] = Counter()
 
@@ -108,6 +113,7 @@ class Router:
                 self._loop.call_soon(self._drain)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._sweep)
+                    tasks.start_soon(self._attach_in_turn)
                     task_status.started()
                     await self._start_later(tasks)
                     tasks.cancel_scope.cancel()
@@ -131,16 +137,18 @@ class Router:
             for each in work:
                 tasks.start_soon(self._finish, *each)
 
-    async def _finish(self, identity: bytes, request: AnyRequest, later: Later) -> None:
+    async def _finish(self, session: Session, request: AnyRequest, later: Later) -> None:
         """Answer a request that had to wait."""
         try:
             answer = await later
         except KvdError as error:
-            self._refuse(identity, request.id, error)
+            self._refuse(session.identity, request.id, error)
         except Exception:
-            self._fail(identity, request)
+            self._fail(session.identity, request)
         else:
-            self._answer(identity, request, answer)
+            self._answer(session.identity, request, answer)
+        finally:
+            session.num_waiting -= 1
         # Sending can swallow the news of requests: look for them.
         self._loop.call_soon(self._drain)
 
@@ -183,12 +191,7 @@ class Router:
         with request_span(type(request).__name__, request.trace):
             try:
                 self._check(request)
-                answer = self._serve(identity, request, rest)
-                if isinstance(answer, Answer):
-                    self._answer(identity, request, answer)
-                else:
-                    self._later.append((identity, request, answer))
-                    self._stirred.set()
+                self._serve(identity, request, rest)
             except KvdError as error:
                 self._refuse(identity, request.id, error)
             except Exception:
@@ -203,22 +206,34 @@ class Router:
         if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
             raise DeadlineExceeded("the deadline had passed when the request was read")
 
-    def _serve(
-        self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]
-    ) -> Answer | Later:
+    def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> None:
         """Answer what needs no session; the verbs of a session are served by Verbs."""
         match request:
             case AttachRequest():
-                return Answer(self._attach(identity, request))
+                self._line_up(identity, request)
             case StatusRequest():
-                return Answer(self._status(request))
+                self._send(identity, self._status(request))
             case LeasesRequest():
-                return Answer(self._leases(request))
-        session = self._sessions.get(identity)
-        if isinstance(request, DetachRequest):
-            self._end(session)
-            return Answer(DoneReply(id=request.id, epoch=self._epoch))
-        return self._verbs.serve(session, request, frames)
+                self._send(identity, self._leases(request))
+            case DetachRequest():
+                self._end(self._sessions.get(identity))
+                self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
+            case _:
+                session = self._sessions.get(identity)
+                answer = self._verbs.serve(session, request, frames)
+                if isinstance(answer, Answer):
+                    self._answer(identity, request, answer)
+                else:
+                    self._wait(session, request, answer)
+
+    def _wait(self, session: Session, request: AnyRequest, later: Later) -> None:
+        """Have a request answered when it can be; of one session only so many wait."""
+        if session.num_waiting >= (most := self._config.limits.session_waiting):
+            later.close()
+            raise LimitExceeded(f"{most} requests of this session wait already")
+        session.num_waiting += 1
+        self._later.append((session, request, later))
+        self._stirred.set()
 
     # --- answers ---
 
@@ -277,6 +292,30 @@ class Router:
         self._refuse(identity, request.id, KvdError("internal error; see kvd's log"))
 
     # --- sessions ---
+
+    def _line_up(self, identity: bytes, request: AttachRequest) -> None:
+        """A session costs more than what sessions ask: those that want one are served in turn."""
+        if len(self._attaching) >= (most := self._config.limits.sessions):
+            raise LimitExceeded(f"{most} clients attach already")
+        self._attaching.append((identity, request))
+        self._knocked.set()
+
+    async def _attach_in_turn(self) -> None:
+        """Attach who waits for it, one by one, and serve everybody else between."""
+        while True:
+            await self._knocked.wait()
+            self._knocked = anyio.Event()
+            while self._attaching:
+                identity, request = self._attaching.popleft()
+                try:
+                    self._check(request)
+                    self._send(identity, self._attach(identity, request))
+                except KvdError as error:
+                    self._refuse(identity, request.id, error)
+                except Exception:
+                    self._fail(identity, request)
+                self._loop.call_soon(self._drain)
+                await anyio.sleep(ATTACH_PAUSE_SECONDS)
 
     def _attach(self, identity: bytes, request: AttachRequest) -> AttachReply:
         version = min(PROTOCOL_VERSION, request.version)

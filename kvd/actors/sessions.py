@@ -33,6 +33,7 @@ class Session:
     maps: bool = False
     last_seen: float = field(default_factory=time.monotonic)
     num_requests: int = 0
+    num_waiting: int = 0
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED))
 
     @property
@@ -110,6 +111,8 @@ class SessionTable:
         return self._by_identity.get(identity)
 
     def known_as(self, secret: str) -> Session | None:
+        if not secret:
+            return None
         return next((s for s in self._by_identity.values() if s.secret == secret), None)
 
     def end(self, session: Session) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
+    from kvd.protocol.messages import Run
 
 Pages: TypeAlias = NDArray[np.int64] | Sequence[int]
 
@@ -180,15 +181,47 @@ def table_bytes(layout: Layout, num_pages: int) -> int:
     return HEADER_BYTES + num_pages * record_bytes(layout)
 
 
-def create_page_table(path: Path, layout: Layout, num_pages: int) -> PageTable:
-    """A new table, fallocated whole, so that a full file system never faults a write to it."""
-    size = table_bytes(layout, num_pages)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size)
-        return PageTable(layout, num_pages, memoryview(mmap.mmap(fd, size)))
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(fd)
+class PageTableFile:
+    """The file of a table, whose records get memory with their pages and give it back with them.
+
+    So a full file system never faults a write to a record, and the tables of many layouts, each as
+    long as the whole capacity, take little of it.
+    """
+
+    def __init__(self, path: Path, layout: Layout, num_pages: int) -> None:
+        """Raises OSError where there is no memory for its head."""
+        self.path = path
+        self._record_bytes = record_bytes(layout)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(self._fd, 0, HEADER_BYTES)
+            os.ftruncate(self._fd, table_bytes(layout, num_pages))
+            buffer = mmap.mmap(self._fd, table_bytes(layout, num_pages))
+        except OSError:
+            self.close()
+            raise
+        self.table = PageTable(layout, num_pages, memoryview(buffer))
+
+    def back(self, run: Run) -> None:
+        """Give memory to the records of these pages; raises OSError."""
+        start = HEADER_BYTES + run.first * self._record_bytes
+        os.posix_fallocate(self._fd, start, run.count * self._record_bytes)
+
+    def unback(self, run: Run) -> None:
+        """Take back what memory belongs to records of these pages alone."""
+        start = HEADER_BYTES + run.first * self._record_bytes
+        stop = start + run.count * self._record_bytes
+        start, stop = (
+            -(-start // mmap.PAGESIZE) * mmap.PAGESIZE,
+            stop // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if start < stop:
+            with mmap.mmap(self._fd, stop - start, offset=start) as piece:
+                piece.madvise(mmap.MADV_REMOVE)
+
+    def close(self) -> None:
+        """Unlink the file. Idempotent."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1

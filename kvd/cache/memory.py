@@ -8,8 +8,9 @@ the coldest. Between layouts memory moves by whole extents.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
 from kvd.arena.base import GROUP_PAGES
@@ -40,21 +41,22 @@ MAX_BROKEN_FRACTION = 1 / 16
 
 @dataclass(eq=False, slots=True)
 class ArenaState:
-    """The pages of one layout in the tier. `table_bytes` are what its page table takes of it."""
+    """The pages of one layout in the tier. Each has `record_bytes` in the page table beside it."""
 
     id: int
     layout: Layout
     pool: PagePool
-    table_bytes: int = 0
+    record_bytes: int = 0
     namespaces: list[Namespace] = field(default_factory=list)
 
     @property
-    def backed_bytes(self) -> int:
-        return self.pool.num_backed * self.layout.page_bytes
+    def page_bytes(self) -> int:
+        """What a page takes of the capacity."""
+        return self.layout.page_bytes + self.record_bytes
 
     @property
     def extent_bytes(self) -> int:
-        return self.pool.extent_pages * self.layout.page_bytes
+        return self.pool.extent_pages * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,10 @@ class Memory:
     def spare(self, space: Namespace, needed: int, ahead: int, plan: Plan) -> int:
         """How many of the pages ahead can be had now; evicts for them once all memory is taken."""
         pool = space.arena.pool
-        ahead = max(0, min(ahead, space.max_pages - space.num_pages - needed))
+        left = space.max_pages - space.num_pages - needed
+        own = max(0, min(ahead - left, space.lru.num_blocks))
+        self._evict([space], space, own, plan)
+        ahead = min(ahead, left + own)
         missing = needed + ahead - pool.num_free
         if missing > 0 and not pool.num_backing and not self._num_backable(space.arena):
             missing = min(missing, self._num_evictable(space))
@@ -171,15 +176,14 @@ class Memory:
         broken = pool.num_free - pool.num_whole_groups * GROUP_PAGES
         if pool.num_backing or self._num_backable(space.arena):
             return
-        if broken > pool.num_backed * MAX_BROKEN_FRACTION:
+        if broken > max(GROUP_PAGES, pool.num_backed * MAX_BROKEN_FRACTION):
             return
-        while left > 0 and pool.num_whole_groups < wanted:
-            victim = _coldest(space.arena.namespaces, space)
-            if victim is None:
+        for victim in _coldest_first(space.arena.namespaces, space):
+            if left <= 0 or pool.num_whole_groups >= wanted:
                 return
             # No group becomes whole before all that the leaf has in it are gone.
             size = min(left, _in_last_group(_leaf(victim)), _allowance(victim, space))
-            self._evict([victim], space, size, plan)
+            self._shorten(victim, size, plan)
             left -= size
 
     def _move(self, space: Namespace, missing: int, plan: Plan) -> None:
@@ -192,22 +196,28 @@ class Memory:
         others = [other for other in self.arenas.values() if other is not arena]
         budget = MOVE_BUDGET * wanted
         self._unback(others, wanted, plan)
-        while self._left_bytes() < wanted and budget > 0:
-            victim = _coldest((each for other in others for each in other.namespaces), space)
-            if victim is None or not self._is_worth_moving(victim, space, missing):
+        at_least = self._age_to_move(space, missing)
+        for victim in _coldest_first(
+            [each for other in others for each in other.namespaces], space
+        ):
+            if self._left_bytes() >= wanted or budget <= 0 or self._age(victim) <= at_least:
                 break
             size = min(_in_last_group(_leaf(victim)), _allowance(victim, space))
-            self._evict([victim], space, size, plan)
-            budget -= size * victim.arena.layout.page_bytes
+            self._shorten(victim, size, plan)
+            budget -= size * victim.arena.page_bytes
             self._unback([victim.arena], wanted, plan)
         self.begin_backing(arena, missing, plan)
 
-    def _is_worth_moving(self, victim: Namespace, space: Namespace, missing: int) -> bool:
-        own = _coldest(space.arena.namespaces, space)
+    def _age_to_move(self, space: Namespace, missing: int) -> int:
+        """How old another layout's blocks must be to go for a namespace, in touches."""
+        own = next(_coldest_first(space.arena.namespaces, space), None)
         if own is None or missing > self._num_evictable(space):
-            return True
-        age, own_age = (self.num_touches - _leaf(one).stamp for one in (victim, own))
-        return age > MOVE_AGE_RATIO * own_age
+            return -1
+        return MOVE_AGE_RATIO * self._age(own)
+
+    def _age(self, space: Namespace) -> int:
+        """Touches since that of its coldest block."""
+        return self.num_touches - _leaf(space).stamp
 
     def _unback(self, arenas: Iterable[ArenaState], wanted_bytes: int, plan: Plan) -> None:
         """Take whole free extents out of arenas until so many bytes of the capacity are left."""
@@ -243,20 +253,10 @@ class Memory:
 
     @property
     def taken_bytes(self) -> int:
-        """Of the capacity, by pages with memory and by page tables."""
-        return sum(arena.backed_bytes + arena.table_bytes for arena in self.arenas.values())
+        """Of the capacity, by pages that have memory."""
+        return sum(arena.pool.num_backed * arena.page_bytes for arena in self.arenas.values())
 
     # --- eviction ---
-
-    def shrink(self, plan: Plan) -> None:
-        """Give memory back until the capacity is kept, as after a page table has taken some."""
-        while self._left_bytes() < 0:
-            self._unback(self.arenas.values(), 0, plan)
-            victim = _coldest(self._spaces(), None)
-            if self._left_bytes() >= 0 or victim is None:
-                return
-            size = min(_in_last_group(_leaf(victim)), _allowance(victim, None))
-            self._evict([victim], None, size, plan)
 
     def trim(self) -> Plan:
         """Evict from the high watermark down to the low one, the least recent blocks of all."""
@@ -264,14 +264,13 @@ class Memory:
         used = self._used_bytes()
         if used <= self.high_watermark * self.capacity_bytes:
             return plan
-        while used > self.low_watermark * self.capacity_bytes:
-            victim = _coldest(self._spaces(), None)
-            if victim is None:
-                break
-            page_bytes = victim.arena.layout.page_bytes
+        for victim in _coldest_first(self._spaces(), None):
             excess = used - self.low_watermark * self.capacity_bytes
+            if excess <= 0:
+                break
+            page_bytes = victim.arena.page_bytes
             size = min(_allowance(victim, None), int(-(-excess // page_bytes)))
-            self._evict([victim], None, size, plan)
+            self._shorten(victim, size, plan)
             used -= size * page_bytes
         return plan
 
@@ -290,22 +289,19 @@ class Memory:
         arena.pool.free(pages)
         return Freed(arena.id, pages)
 
-    def _evict(
-        self, spaces: Iterable[Namespace], space: Namespace | None, count: int, plan: Plan
-    ) -> None:
-        """Shorten the coldest leaves from their ends, on behalf of `space`.
-
-        `count` blocks are there to be evicted.
-        """
-        spaces = list(spaces)
+    def _evict(self, spaces: Iterable[Namespace], space: Namespace, count: int, plan: Plan) -> None:
+        """Shorten the coldest leaves, on behalf of `space`; `count` blocks are there to go."""
         left = count
-        while left:
-            victim = _coldest(spaces, space)
-            assert victim is not None
-            leaf = _leaf(victim)
+        for victim in _coldest_first(spaces, space):
+            if left <= 0:
+                break
             size = min(left, _allowance(victim, space))
-            self.free(victim, victim.tree.cut(leaf, size), plan)
+            self._shorten(victim, size, plan)
             left -= size
+
+    def _shorten(self, victim: Namespace, count: int, plan: Plan) -> None:
+        """Evict blocks from the end of a namespace's coldest leaf."""
+        self.free(victim, victim.tree.cut(_leaf(victim), count), plan)
         self._counters["blocks_evicted"] += count
 
     def _num_evictable(self, space: Namespace) -> int:
@@ -318,10 +314,7 @@ class Memory:
         return (space for arena in self.arenas.values() for space in arena.namespaces)
 
     def _used_bytes(self) -> int:
-        return sum(
-            arena.pool.num_held * arena.layout.page_bytes + arena.table_bytes
-            for arena in self.arenas.values()
-        )
+        return sum(arena.pool.num_held * arena.page_bytes for arena in self.arenas.values())
 
     # --- what people ask ---
 
@@ -351,10 +344,24 @@ def _leaf(space: Namespace) -> Node:
     return leaf
 
 
-def _coldest(spaces: Iterable[Namespace], space: Namespace | None) -> Namespace | None:
-    """Whose coldest leaf is the coldest, of those that may lose it for `space`."""
-    losing = [each for each in spaces if each.lru.num_blocks and _spendable(each, space) > 0]
-    return min(losing, key=lambda each: _leaf(each).stamp, default=None)
+def _coldest_first(spaces: Iterable[Namespace], space: Namespace | None) -> Iterator[Namespace]:
+    """Again and again, whose coldest leaf is the coldest, of those that may lose it for `space`.
+
+    Whoever asks takes some of that leaf each time.
+    """
+    heap = [(_leaf(each).stamp, each.id, each) for each in spaces if _may_lose(each, space)]
+    heapify(heap)
+    while heap:
+        victim = heap[0][2]
+        yield victim
+        if _may_lose(victim, space):
+            heapreplace(heap, (_leaf(victim).stamp, victim.id, victim))
+        else:
+            heappop(heap)
+
+
+def _may_lose(victim: Namespace, space: Namespace | None) -> bool:
+    return victim.lru.num_blocks > 0 and _spendable(victim, space) > 0
 
 
 def _spendable(victim: Namespace, space: Namespace | None) -> int:

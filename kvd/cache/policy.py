@@ -41,5 +41,8 @@ class Lru:
         """A node that stands here loses blocks."""
         self.num_blocks -= num_blocks
 
+    def hottest(self) -> Node | None:
+        return next(reversed(self._nodes), None)
+
     def coldest(self) -> Node | None:
         return next(iter(self._nodes), None)

@@ -74,6 +74,7 @@ class CacheState:
         self.quarantined: dict[int, list[tuple[ArenaState, Pages]]] = {}
         self._by_key: dict[bytes, Namespace] = {}
         self._num_opened = 0
+        self._num_arenas = 0
         self._reserved_bytes: Counter[int] = Counter()
 
     # --- arenas and namespaces ---
@@ -83,15 +84,14 @@ class CacheState:
         return next((arena for arena in arenas if arena.layout == layout), None)
 
     def add_arena(
-        self, layout: Layout, num_pages: int, extent_pages: int, table_bytes: int = 0
-    ) -> tuple[ArenaState, Plan]:
-        """An arena without memory; others give some back where its page table needs it."""
-        plan: Plan = []
-        number = max(self.memory.arenas, default=-1) + 1
-        arena = ArenaState(number, layout, PagePool(num_pages, extent_pages), table_bytes)
+        self, layout: Layout, num_pages: int, extent_pages: int, record_bytes: int = 0
+    ) -> ArenaState:
+        """An arena without memory."""
+        number = self._num_arenas
+        self._num_arenas += 1
+        arena = ArenaState(number, layout, PagePool(num_pages, extent_pages), record_bytes)
         self.memory.arenas[number] = arena
-        self.memory.shrink(plan)
-        return arena, plan
+        return arena
 
     def make_place(self, *, for_arena: bool) -> Plan:
         """See that a namespace, and an arena for it, may be added: idle ones go, coldest first.
@@ -150,9 +150,11 @@ class CacheState:
     ) -> Namespace:
         """The namespace of this key, made at its first use; the session has it open from here on.
 
-        Raises LimitExceeded where its guarantee, with those of all others, is more than there is.
+        Raises LimitExceeded where its guarantee, with those of all others, is more than there is,
+        or where the session has too many open.
         """
         space = self._by_key.get(key)
+        self._check_open(session, space)
         if space is None:
             guaranteed = sum(each.quota.guaranteed_bytes for each in self.namespaces.values())
             if guaranteed + quota.guaranteed_bytes > self.memory.capacity_bytes:
@@ -165,6 +167,13 @@ class CacheState:
             arena.namespaces.append(space)
         space.sessions.add(session)
         return space
+
+    def _check_open(self, session: int, space: Namespace | None) -> None:
+        most = self.limits.session_namespaces
+        if space is not None and session in space.sessions:
+            return
+        if sum(session in each.sessions for each in self.namespaces.values()) >= most:
+            raise LimitExceeded(f"a session may have {most} namespaces open: close some")
 
     def close_namespace(self, session: int, space: Namespace) -> Plan:
         """The session uses it no more: its leases there end."""
@@ -564,4 +573,5 @@ def _sorted(pages: set[int]) -> Pages:
 
 
 def _last_touch(space: Namespace) -> int:
-    return max((node.stamp for node in space.lru), default=-1)
+    hottest = space.lru.hottest()
+    return hottest.stamp if hottest else -1

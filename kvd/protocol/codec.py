@@ -17,7 +17,7 @@ from kvd.protocol.errors import BadRequest, KvdError, LimitExceeded
 from kvd.protocol.messages import AnyReply, AnyRequest, Failure
 
 # A message without its tokens: reading more would hold the daemon for longer than anyone shall.
-MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 256 << 10
 TOKEN_BYTES = 4
 
 Tokens: TypeAlias = bytes  # little-endian uint32, as on the wire

@@ -42,7 +42,7 @@ class Run(Struct, frozen=True, array_like=True):
     count: Unsigned
 
 
-Runs: TypeAlias = tuple[Run, ...]
+Runs: TypeAlias = Annotated[tuple[Run, ...], Meta(max_length=1 << 15)]
 
 
 class Failure(Struct, tag="failure", frozen=True, omit_defaults=True):
@@ -267,7 +267,7 @@ class DropRequest(Request, frozen=True, tag="drop"):
 class LeasesRequest(Request, frozen=True, tag="leases"):
     """Who holds what: leases and pins, the oldest `limit` of each."""
 
-    limit: Annotated[int, Meta(ge=1, le=4096)] = 1000
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 1000
 
 
 class StatusRequest(Request, frozen=True, tag="status"):
@@ -324,7 +324,7 @@ class AttachReply(Reply, frozen=True, tag="attach"):
 
     version: int
     session: str
-    heartbeat_seconds: float
+    heartbeat_seconds: Annotated[float, Meta(gt=0, le=86_400)]
     max_request_bytes: int
     header_path: str
     lock_path: str

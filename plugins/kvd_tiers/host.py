@@ -12,7 +12,7 @@ import msgspec
 from kvd.arena.base import GROUP_PAGES
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import create_page_table, record_bytes, table_bytes
+from kvd.arena.page_table import PageTableFile, record_bytes
 from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import MemoryTier, TierArena
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
-# A page table may take this much of the capacity: of pages of a few hundred bytes it would be more.
-MAX_TABLE_FRACTION = 0.25
+# What is kept of a page may be this large beside it.
+MAX_RECORD_FRACTION = 0.25
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,16 +45,17 @@ class HostTierArena(TierArena):
         self.layout = layout
         self.num_pages = num_pages
         self.extent_pages = extent_pages
-        self._table_path = path.with_suffix(".pages")
+        table_path = path.with_suffix(".pages")
         try:
             self._arena = HostArena(path, layout, num_pages)
         except OSError as error:
             raise TierFailed(f"{path} cannot be made: {error.strerror}") from error
         try:
-            self.table = create_page_table(self._table_path, layout, num_pages)
+            self._records = PageTableFile(table_path, layout, num_pages)
         except OSError as error:
-            self.close()
-            raise TierFailed(f"no memory for the page table {self._table_path}: {error}") from error
+            self._arena.close()
+            raise TierFailed(f"no memory for the page table {table_path}: {error}") from error
+        self.table = self._records.table
 
     @property
     def backed_bytes(self) -> int:
@@ -66,6 +67,7 @@ class HostTierArena(TierArena):
 
     def back(self, run: Run) -> None:
         try:
+            self._records.back(run)
             self._arena.back(run)
         except OSError as error:
             size = format_bytes(run.count * self.layout.page_bytes)
@@ -73,10 +75,11 @@ class HostTierArena(TierArena):
 
     def unback(self, run: Run) -> None:
         self._arena.unback(run)
+        self._records.unback(run)
 
     def close(self) -> None:
         self._arena.close()
-        self._table_path.unlink(missing_ok=True)
+        self._records.close()
 
 
 class HostTier(MemoryTier):
@@ -121,20 +124,19 @@ class HostTier(MemoryTier):
 
     def create_arena(self, layout: Layout, fingerprint: bytes) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)
-        num_extents = (self.capacity_bytes - table_bytes(layout, 0)) // (
-            extent_pages * (layout.page_bytes + record_bytes(layout))
-        )
-        if num_extents <= 0:
+        if record_bytes(layout) > layout.page_bytes * MAX_RECORD_FRACTION:
+            raise BadRequest(
+                f"a page of this layout has {layout.page_bytes} bytes, and {record_bytes(layout)} "
+                "are kept to know of it: raise block_size"
+            )
+        page_bytes = layout.page_bytes + record_bytes(layout)
+        num_extents = self.capacity_bytes // (extent_pages * page_bytes)
+        if num_extents == 0:
             raise BadRequest(
                 f"an extent of this layout has {format_bytes(extent_pages * layout.page_bytes)}; "
                 f"the host tier has {format_bytes(self.capacity_bytes)}: raise its capacity_bytes"
             )
         num_pages = num_extents * extent_pages
-        if (size := table_bytes(layout, num_pages)) > self.capacity_bytes * MAX_TABLE_FRACTION:
-            raise BadRequest(
-                f"pages of {layout.page_bytes} bytes would need {format_bytes(size)} of the host "
-                f"tier's {format_bytes(self.capacity_bytes)} for their table: raise block_size"
-            )
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.arena"
         arena = HostTierArena(path, layout, num_pages, extent_pages)

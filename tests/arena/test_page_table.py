@@ -18,11 +18,13 @@ from kvd.arena.page_table import (
     NO_PARENT,
     PageState,
     PageTable,
-    create_page_table,
+    PageTableFile,
+    record_bytes,
     record_dtype,
     table_bytes,
 )
 from kvd.protocol.layout import Layout
+from kvd.protocol.messages import Run
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
@@ -275,18 +277,41 @@ def test_two_records_that_changed_places_in_their_words_are_seen(
 # --- on a file ---
 
 
-def test_a_table_has_all_its_memory_and_belongs_to_the_daemon_alone(shm: Path) -> None:
-    create_page_table(shm / "table", LAYOUT, NUM_PAGES)
+def test_a_table_has_its_length_and_belongs_to_the_daemon_alone(shm: Path) -> None:
+    PageTableFile(shm / "table", LAYOUT, NUM_PAGES)
     found = (shm / "table").stat()
     assert found.st_size == table_bytes(LAYOUT, NUM_PAGES)
-    assert found.st_blocks * 512 >= found.st_size
     assert found.st_mode & 0o777 == 0o600
 
 
+def test_records_have_memory_as_their_pages_have(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, 4096)
+    head = (shm / "table").stat().st_blocks
+    file.back(Run(0, 1024))
+    backed = (shm / "table").stat().st_blocks
+    assert (backed - head) * 512 >= 1024 * record_bytes(LAYOUT)
+    file.table.free(range(1024))
+    file.table.unback(range(1024))
+    file.unback(Run(0, 1024))
+    assert (shm / "table").stat().st_blocks - head < (backed - head) // 8
+    assert not file.table.records["state"][:1024].any()
+
+
+def test_taking_memory_back_leaves_the_records_beside_it(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, 4096)
+    file.back(Run(0, 4096))
+    file.table.free(range(4096))
+    file.table.unback(range(1000, 2000))
+    file.unback(Run(1000, 1000))
+    states = file.table.records["state"]
+    assert (states[:1000] == PageState.FREE).all()
+    assert (states[2000:] == PageState.FREE).all()
+
+
 def test_a_table_that_is_there_is_not_made_again(shm: Path) -> None:
-    create_page_table(shm / "table", LAYOUT, NUM_PAGES)
+    PageTableFile(shm / "table", LAYOUT, NUM_PAGES)
     with pytest.raises(FileExistsError):
-        create_page_table(shm / "table", LAYOUT, NUM_PAGES)
+        PageTableFile(shm / "table", LAYOUT, NUM_PAGES)
 
 
 def test_a_table_outlives_its_daemon(shm: Path, child: Callable[..., Child]) -> None:
@@ -296,7 +321,7 @@ from pathlib import Path
 from kvd.arena.page_table import *
 from kvd.protocol.layout import Layout
 layout = Layout(1, 1, 8, "float16", block_size=4)
-table = create_page_table(Path(sys.argv[1]), layout, 8)
+table = PageTableFile(Path(sys.argv[1]), layout, 8).table
 table.free(range(8))
 table.reserve([1, 2], 7)
 table.commit([1], -1, 0, bytes(range(16)), 4)
@@ -321,7 +346,8 @@ input()
 
 def test_a_table_without_room_is_an_error_and_leaves_no_file(mount: Callable[..., Path]) -> None:
     path = mount("size=64k") / "table"
+    (path.parent / "another's").write_bytes(bytes(64 << 10))
     with pytest.raises(OSError) as caught:  # noqa: PT011
-        create_page_table(path, LAYOUT, 4096)
+        PageTableFile(path, LAYOUT, 4096)
     assert caught.value.errno == errno.ENOSPC
     assert not path.exists()

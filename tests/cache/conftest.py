@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvd.cache.memory import ArenaState, Namespace, Quota
 from kvd.cache.plan import Back, Committed, Freed, Granted, Plan, Short
@@ -22,6 +24,16 @@ LAYOUT = Layout(1, 1, 2, "float16", block_size=1, num_planes=1)  # 4 bytes a pag
 WIDE = Layout(2, 1, 2, "float16", block_size=1, num_planes=1)  # 8 bytes a page
 FOURS = Layout(1, 1, 2, "float16", block_size=4, num_planes=1)  # 16 bytes a page
 EXTENT = 16
+
+
+def histories(num_steps: int) -> settings:
+    """A hundred random histories; with KVD_STRESS=20, twenty times as many."""
+    return settings(
+        max_examples=100 * int(os.environ.get("KVD_STRESS", "1")),
+        stateful_step_count=num_steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def packed(text: str) -> bytes:
@@ -52,7 +64,7 @@ class Cache:
         self._lease_id = 1000
 
     def add_arena(self, layout: Layout, num_pages: int) -> ArenaState:
-        return self.state.add_arena(layout, num_pages, EXTENT)[0]
+        return self.state.add_arena(layout, num_pages, EXTENT)
 
     def add_wide(self, num_pages: int, *, backed: bool = True) -> ArenaState:
         """A second layout, with a namespace "wide"."""

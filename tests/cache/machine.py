@@ -74,10 +74,10 @@ Prompt = tuple[int, int, Tokens]
 
 
 def encode(space: Namespace, tokens: Tokens) -> bytes:
-    """Tokens as rows; from 2 on they are images, where the namespace has extras."""
+    """Tokens as rows; from 2 on they are images."""
     extras = tuple((place, IMAGE) for place, token in enumerate(tokens) if token >= 2)
     ids = np.array([token % 2 for token in tokens], "<u4").tobytes()
-    return rows_of(ids, extras if space.tree.row_bytes > 4 else (), 0, space.tree.row_bytes)
+    return rows_of(ids, extras, 0, space.tree.row_bytes)
 
 
 def decode(space: Namespace, rows: bytes | bytearray) -> Tokens:
@@ -85,12 +85,17 @@ def decode(space: Namespace, rows: bytes | bytearray) -> Tokens:
     return tuple((words[:, 0] + 2 * words[:, 1:].any(axis=1)).tolist())
 
 
+def fitting(space: Namespace, tokens: Tokens) -> Tokens:
+    """The same without images, where the namespace has no extras."""
+    return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
+
+
 class Machine(RuleBasedStateMachine):
     @initialize(
         capacity_bytes=st.sampled_from([128, 192, 256, 320]),
         watermarks=st.sampled_from([(1.0, 1.0), (0.5, 0.25), (0.25, 0.125)]),
         many=st.booleans(),
-        table_bytes=st.sampled_from([0, 24]),
+        record_bytes=st.sampled_from([0, 24]),
         reserved_fraction=st.sampled_from([0.4, 1.0]),
         ready=st.booleans(),
     )
@@ -99,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         capacity_bytes: int,
         watermarks: tuple[float, float],
         many: bool,
-        table_bytes: int,
+        record_bytes: int,
         reserved_fraction: float,
         ready: bool,
     ) -> None:
@@ -127,7 +132,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.state = CacheState(capacity_bytes, slots, CacheConfig(*watermarks), config)
         self.model, self.books = Model(limits), Books()
-        self.table_bytes = table_bytes
+        self.record_bytes = record_bytes
         self.sessions, self.num_sessions = [1, 2, 3], 3
         self.ended: list[int] = []
         self.in_backing: list[tuple[int, Run]] = []
@@ -142,16 +147,16 @@ class Machine(RuleBasedStateMachine):
     def told(self, plan: Plan, taker: Namespace | None = None, excess: int = 0) -> None:
         """The model hears what the memory chose: evictions, and memory that comes and goes.
 
-        The first `excess` blocks that go in the taker's arena are its own.
+        Up to `excess` of the taker's own blocks may go before what is colder.
         """
         self.books.carry_out(plan)
         for step in plan:
             match step:
                 case plans.Freed(arena, pages):
                     for page in pages.tolist():
-                        own = bool(taker and excess and arena == taker.arena.id)
-                        self.model.evict(Page(arena, page), taker.id if taker else None, own=own)
-                        excess -= own
+                        excess = self.model.evict(
+                            Page(arena, page), taker.id if taker else None, excess
+                        )
                 case plans.Unback(arena, run):
                     self.model.unback(self.pages(arena, run))
                 case plans.Back(arena, run):
@@ -217,16 +222,12 @@ class Machine(RuleBasedStateMachine):
 
     def add_arena(self, layout: Layout) -> None:
         num_pages = NUM_PAGES[layout]
-        arena, plan = self.state.add_arena(layout, num_pages, EXTENT, self.table_bytes)
+        arena = self.state.add_arena(layout, num_pages, EXTENT, self.record_bytes)
         added = slow.Arena(
-            layout.block_size, layout.page_bytes, num_pages, EXTENT, self.table_bytes
+            layout.block_size, layout.page_bytes, num_pages, EXTENT, self.record_bytes
         )
         self.model.add_arena(arena.id, added)
         self.books.add_arena(arena.id, layout, num_pages)
-        self.told(plan)
-        if self.model.taken_bytes() > self.model.limits.capacity_bytes:
-            assert not self.model.spendable()
-            assert not any(map(self.model.idle_extents, self.model.arenas))
 
     def some_space(self, pick: int) -> Namespace:
         spaces = list(self.state.namespaces.values())
@@ -237,8 +238,7 @@ class Machine(RuleBasedStateMachine):
     def tokens(self, space: Namespace, prompt: Prompt) -> Tokens:
         pick, cut, suffix = prompt
         known = sorted(block.tokens for block in self.model.of_namespace(space.id))
-        tokens = (known[pick % len(known)][:cut] if known else ()) + suffix
-        return tokens if space.tree.row_bytes > 4 else tuple(token % 2 for token in tokens)
+        return (known[pick % len(known)][:cut] if known else ()) + fitting(space, suffix)
 
     def both(self, pick: int) -> tuple[Lease, slow.Lease]:
         keys = sorted(self.model.leases)

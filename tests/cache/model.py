@@ -26,7 +26,12 @@ class Arena:
     page_bytes: int
     num_pages: int
     extent_pages: int
-    table_bytes: int
+    record_bytes: int  # in the page table, of each page
+
+    @property
+    def cost(self) -> int:
+        """What a page takes of the capacity."""
+        return self.page_bytes + self.record_bytes
 
 
 @dataclass
@@ -346,16 +351,21 @@ class Model:
         lease.granted += pages
         lease.reserved |= set(pages)
 
-    def evict(self, page: Page, taker: int | None, *, own: bool = False) -> None:
-        """The block in this page goes for a namespace: it is the coldest that may.
+    def evict(self, page: Page, taker: int | None, excess: int) -> int:
+        """The block in this page goes for a namespace: it is the coldest of its arena that may.
 
-        Of all in its arena, or of the namespace's own.
+        Or the coldest of the taker's own, up to `excess` of them; how many more of these may go.
         """
-        spaces = [taker] if own and taker is not None else self.namespaces_of(page.arena)
-        losing = [one for one in spaces if self.num_spendable(one, taker)]
-        block = self.unlocked(*losing)[0]
-        assert block.page == page
-        self.remove(block)
+        arena = self.namespaces_of(page.arena)
+        coldest = self.unlocked(*(one for one in arena if self.num_spendable(one, taker)))[0]
+        if coldest.page != page:
+            assert excess
+            assert taker is not None
+            coldest = self.unlocked(taker)[0]
+            excess -= 1
+        assert coldest.page == page
+        self.remove(coldest)
+        return excess
 
     def remove(self, block: Block) -> None:
         assert not self.is_held(block)
@@ -370,9 +380,8 @@ class Model:
         return {page for page in self.being_backed if page.arena == arena}
 
     def taken_bytes(self) -> int:
-        tables = sum(arena.table_bytes for arena in self.arenas.values())
-        return tables + sum(
-            self.arenas[page.arena].page_bytes
+        return sum(
+            self.arenas[page.arena].cost
             for page, state in self.pages.items()
             if state != "unbacked" or page in self.being_backed
         )
@@ -382,7 +391,7 @@ class Model:
         arena = self.arenas[number]
         unbacked = set(self.in_state(number, "unbacked")) - self.being_backed
         left = (self.limits.capacity_bytes - self.taken_bytes()) // (
-            arena.extent_pages * arena.page_bytes
+            arena.extent_pages * arena.cost
         )
         return max(0, min(left, len(unbacked) // arena.extent_pages)) if self.may_back else 0
 
@@ -412,9 +421,8 @@ class Model:
             self.pages[page] = "unbacked"
 
     def used_bytes(self) -> int:
-        tables = sum(arena.table_bytes for arena in self.arenas.values())
-        return tables + sum(
-            self.arenas[page.arena].page_bytes
+        return sum(
+            self.arenas[page.arena].cost
             for page, state in self.pages.items()
             if state not in ("unbacked", "free")
         )
@@ -519,7 +527,8 @@ class Model:
         key = session, lease_id
         if key in self.leases:
             self.end_lease(key)
-        self.ended_ids.add(key)
+        else:
+            self.ended_ids.add(key)
 
     def end_lease(self, key: tuple[int, int]) -> None:
         """Give back what it reserved, and touch its path: the last block first."""

@@ -1,29 +1,29 @@
 """Random operations on CacheState and on the model: every answer, page and plan must agree.
 
-`KVD_STRESS=2000 pytest tests/cache/test_against_model.py` tries that many histories.
+`KVD_STRESS=20 pytest tests/cache/test_against_model.py` tries twenty times as many histories.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvd.arena.page_table import PageState
 from kvd.cache.plan import Ended, Granted, Short
 from kvd.protocol.errors import BadRequest, LeaseEnded
+from tests.cache.conftest import histories
 from tests.cache.machine import (
     ERRORS,
     Machine,
     Prompt,
     any_number,
     encode,
+    fitting,
     prompts,
     small_number,
     some_space,
@@ -51,6 +51,24 @@ class CacheAndModel(Machine):
         if space := self.opened(self.sessions[s], n):
             tokens = self.tokens(space, prompt)
             self.do_match(self.sessions[s], lease_id, space, tokens, exact_tail=exact)
+
+    @precondition(lambda self: self.model.index)
+    @rule(
+        s=small_number,
+        lease_id=st.integers(0, 3),
+        pick=any_number,
+        cut=st.integers(1, 3),
+        suffix=some_tokens,
+    )
+    def match_a_part_of_a_block(
+        self, s: int, lease_id: int, pick: int, cut: int, suffix: Tokens
+    ) -> None:
+        blocks = sorted(self.model.index)
+        number, tokens = blocks[pick % len(blocks)]
+        space = self.opened(self.sessions[s], self.model.namespaces[number].key)
+        if space:
+            tokens = tokens[:-cut] + fitting(space, suffix)
+            self.do_match(self.sessions[s], lease_id, space, tokens, exact_tail=True)
 
     @precondition(Machine.some_lease)
     @rule(pick=any_number)
@@ -159,7 +177,7 @@ class CacheAndModel(Machine):
         if isinstance(answer, Short):
             self.check_short(lease, expected, count, answer)
             return False
-        self.check_room(lease, count, answer)
+        self.check_room(lease, count, ahead, answer)
         granted = [Page(arena, page) for page in answer.pages.tolist()]
         fresh = granted[have - start :]
         assert at_least <= len(fresh) <= count + ahead
@@ -181,17 +199,17 @@ class CacheAndModel(Machine):
         reservable = self.model.num_reservable(lease.session, space.id)
         return max(0, min(ahead, free - count, most - count, reservable - count))
 
-    def check_room(self, lease: Lease, count: int, answer: Granted) -> None:
+    def check_room(self, lease: Lease, count: int, ahead: int, answer: Granted) -> None:
         """Blocks went only where there was no memory to be had, or for the namespace's quota."""
         space, arena = lease.namespace, lease.namespace.arena.id
         assert not self.model.is_impossible(space.id, count)
-        excess = self.model.excess(space.id, count)
+        excess = self.model.excess(space.id, count + ahead)
         waits = self.model.missing(space.id, count) and self.model.on_its_way(arena)
         assert not waits
         self.told(answer.plan, space, excess)
         num_evicted = sum(page.arena == arena for page in self.books.freed)
         if self.model.backable_extents(arena) or self.model.on_its_way(arena):
-            assert num_evicted == excess
+            assert num_evicted <= excess
 
     def check_short(self, lease: Lease, expected: slow.Lease, count: int, answer: Short) -> None:
         """Nothing goes of its own layout, and there was no way to have so many pages now."""
@@ -266,7 +284,7 @@ class CacheAndModel(Machine):
         turn = pages % (len(chosen) + 1)
         chosen = (chosen[turn:] + chosen[:turn])[:count]
         size = self.model.size(expected.namespace)
-        suffix = self.tokens(lease.namespace, (0, 0, suffix))
+        suffix = fitting(lease.namespace, suffix)
         tokens = (self.continuation(expected, known) + suffix + (0,) * 99)[: len(chosen) * size]
         first_block = max(0, len(expected.blocks) - back)
         before = expected.tokens[first_block * size :]
@@ -346,9 +364,18 @@ class CacheAndModel(Machine):
         n=some_space,
         all_prompts=st.lists(prompts, min_size=1, max_size=5),
         ahead=st.integers(0, 4),
+        exact=st.booleans(),
         keep=st.sampled_from([True, False, False]),
     )
-    def compute(self, s: int, n: int, all_prompts: list[Prompt], ahead: int, keep: bool) -> None:
+    def compute(
+        self,
+        s: int,
+        n: int,
+        all_prompts: list[Prompt],
+        ahead: int,
+        exact: bool,
+        keep: bool,
+    ) -> None:
         """Prompts one after the other: match, reserve, commit; keep the last one's lease."""
         session = self.sessions[s]
         space = self.opened(session, n)
@@ -356,7 +383,7 @@ class CacheAndModel(Machine):
             return
         for prompt in all_prompts:
             tokens = self.tokens(space, prompt)
-            if self.do_match(session, 4, space, tokens):
+            if self.do_match(session, 4, space, tokens, exact_tail=exact):
                 self.fill(session, 4, tokens, ahead)
         if not keep:
             self.do_match(session, 4, space, ())
@@ -368,7 +395,7 @@ class CacheAndModel(Machine):
         if not (spaces[0] and spaces[1]):
             return
         tokens = self.tokens(spaces[0], prompt)
-        others = tokens[: other[1]] + self.tokens(spaces[0], (0, 0, other[2]))
+        others = tokens[: other[1]] + fitting(spaces[0], other[2])
         both = [(self.sessions[0], tokens), (self.sessions[1], others)]
         granted = [self.do_match(session, 5, spaces[0], tokens) for session, tokens in both]
         for (session, tokens), is_granted in zip(both, granted, strict=True):
@@ -441,7 +468,7 @@ class CacheAndModel(Machine):
         number, tokens = blocks[pick % len(blocks)]
         space = self.state.namespaces[number]
         from_block = max(0, len(tokens) // self.model.size(number) - back)
-        tokens = tokens + self.tokens(space, (0, 0, behind)) if every else ()
+        tokens = tokens + fitting(space, behind) if every else ()
         expected = self.model.drop(number, tokens, from_block)
         answer = self.state.drop(space, encode(space, tokens), from_block)
         self.books.carry_out(answer.plan)
@@ -504,12 +531,4 @@ class CacheAndModel(Machine):
 
 @pytest.mark.timeout(0)
 def test_the_cache_answers_as_the_model_does() -> None:
-    run_state_machine_as_test(
-        CacheAndModel,
-        settings=settings(
-            max_examples=int(os.environ.get("KVD_STRESS", "100")),
-            stateful_step_count=60,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(CacheAndModel, settings=histories(60))

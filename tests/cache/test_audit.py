@@ -6,14 +6,15 @@ import pytest
 
 from kvd.arena.page_table import PageState
 from kvd.cache.audit import check
-from tests.cache.conftest import Cache, packed
+from tests.cache.conftest import FOURS, Cache, packed
 
 
-def test_a_cache_of_everything_is_right(cache: Cache) -> None:
-    kept, lease = cache.hold("ab"), cache.hold("abcd")
-    cache.match("abcx", exact_tail=True)
-    cache.pin("abc")
-    cache.state.drop(cache.namespace, packed("abcd"), 3)
+def test_a_cache_of_everything_is_right() -> None:
+    cache = Cache(layout=FOURS)
+    kept, lease = cache.hold("a" * 8), cache.hold("a" * 16)
+    cache.match("aaaaaa??", exact_tail=True)
+    cache.pin("a" * 12)
+    cache.state.drop(cache.namespace, packed("a" * 16), 3)
     cache.reserve(lease, 2)
     cache.reserve(cache.match("q", session=2), 2)
     cache.state.end_session(2)

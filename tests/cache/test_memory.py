@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvd.cache.plan import Back, Freed, Granted, Reserved, Short, Unback
+from kvd.arena.runs import runs_of
+from kvd.cache.plan import Back, Freed, Granted, Plan, Reserved, Short, Unback
 from kvd.protocol.messages import Run
 from tests.cache.conftest import EXTENT, LAYOUT, WIDE, Cache, backing, freed, kinds
 
@@ -91,6 +92,35 @@ def test_a_reserve_evicts_the_least_recent_blocks_from_their_end(cache: Cache) -
     assert kinds(answer.plan) == [Freed, Freed, Reserved]
     assert cache.texts() == {"abc", "rstu"}
     assert cache.state.counters["blocks_evicted"] == 9
+
+
+def test_cold_blocks_go_for_pages_ahead_once_all_memory_is_taken(cache: Cache) -> None:
+    cache.fill("abcdefghijkl")
+    answer = cache.state.reserve(cache.match("?"), 0, 4, ahead=4)
+    assert isinstance(answer, Granted)
+    assert len(answer.pages) == 8
+    assert cache.texts() == {"abcdefgh"}
+
+
+def test_a_few_more_blocks_go_for_a_long_run() -> None:
+    """Twelve would do, but four of them are in the way of a whole group."""
+    cache = Cache(48)
+    for text in ("a" * 16, "b" * 16, "c" * 12):
+        cache.fill(text)
+    pages = cache.reserve(cache.match("?"), 16)
+    assert runs_of(pages) == (Run(0, 16),)
+    assert cache.texts() == {"b" * 16, "c" * 12}
+
+
+def test_a_bound_of_blocks_go_for_a_long_run() -> None:
+    """A held page in each group: no eviction makes one whole."""
+    cache = Cache(48)
+    for letter in "abc":
+        cache.fill(letter * 16)
+    for letter in "abc":
+        cache.match(letter)
+    assert len(cache.reserve(cache.match("?"), 16)) == 16
+    assert cache.state.counters["blocks_evicted"] == 16 + 16
 
 
 def test_a_touch_of_the_end_keeps_the_whole_path(cache: Cache) -> None:
@@ -333,20 +363,26 @@ def test_what_is_guaranteed_does_not_move() -> None:
     assert answer.plan == []
 
 
-def test_a_page_table_takes_memory_of_the_capacity() -> None:
+def test_what_is_kept_of_a_page_counts_as_taken() -> None:
     cache = Cache(32)
-    cache.fill("a" * 20)
-    _, plan = cache.state.add_arena(WIDE, 16, EXTENT, table_bytes=1)
-    assert kinds(plan) == [Freed, Unback]
-    assert cache.memory.taken_bytes <= cache.memory.capacity_bytes
-    assert cache.texts() == {"a" * 16}
+    other = cache.state.add_arena(WIDE, 32, EXTENT, record_bytes=WIDE.page_bytes)
+    cache.memory.capacity_bytes += 2 * EXTENT * WIDE.page_bytes
+    plan: Plan = []
+    cache.memory.begin_backing(other, 32, plan)
+    assert [step.run for step in plan if isinstance(step, Back)] == [Run(0, EXTENT)]
+    assert cache.memory.taken_bytes == cache.memory.capacity_bytes
 
 
-def test_a_page_table_takes_no_memory_that_is_held() -> None:
-    cache = Cache(32)
-    cache.hold("a" * 32)
-    _, plan = cache.state.add_arena(WIDE, 16, EXTENT, table_bytes=1)
-    assert plan == []
+def test_short_prompts_use_the_whole_memory() -> None:
+    """What each leaves over of its group is used before whole groups are made for the next."""
+    cache = Cache(512)
+    for number in range(3 * 512):
+        lease = cache.match(chr(number))
+        answer = cache.state.reserve(lease, 0, 1, ahead=15)
+        assert isinstance(answer, Granted)
+        cache.commit(lease, chr(number), answer.pages[:1])
+        cache.release(lease)
+    assert cache.namespace.tree.num_blocks > 512 * 15 // 16 - EXTENT
 
 
 # --- the counts ---

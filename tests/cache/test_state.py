@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd.arena.header import SharedHeader, create_header
 from kvd.cache.audit import check
@@ -319,6 +321,25 @@ def test_the_same_match_gets_its_tail_again(fours: Cache) -> None:
     again = fours.state.match(1, 7, fours.namespace, packed("abc"), exact_tail=True)
     assert (again.lease, again.tail) == (first, first.tail)
     assert fours.state.match(1, 7, fours.namespace, packed("abc")).tail is None
+
+
+some_text = st.text("ab", max_size=13)
+
+
+@given(st.lists(some_text, max_size=5), some_text)
+def test_a_hit_ends_at_the_first_token_that_differs(texts: list[str], prompt: str) -> None:
+    """From all that is there; without the tail, at the end of the block before."""
+    cache = Cache(32, layout=FOURS)
+    whole = [text[: len(text) // 4 * 4] for text in texts]
+    for text in whole:
+        cache.fill(text)
+    lengths = range(1, len(prompt) + 1)
+    longest = sum(any(text.startswith(prompt[:n]) for text in whole) for n in lengths)
+    for exact_tail, num_tokens in ((True, longest), (False, longest // 4 * 4)):
+        cache.state.counters.clear()
+        cache.release(cache.match(prompt, exact_tail=exact_tail))
+        assert cache.state.counters["tokens_matched"] == num_tokens
+        check(cache.state)
 
 
 # --- fork ---

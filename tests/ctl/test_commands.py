@@ -166,33 +166,3 @@ def test_a_drop_of_a_namespace_asks_on_a_terminal(
     ended, said = run_on_terminal("drop", number, "--endpoint", endpoint, answer=answer)
     assert f"Drop all 4 blocks of namespace {number} ({IDENTITY.model}, salt " in said
     assert (ended, known(namespace).num_blocks) == (status, num_left)
-
-
-# --- terminals ---
-
-
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        ("status", r"^committed +\d"),
-        ("sessions", r"^[0-9a-f]{16} an-engine"),
-        ("namespaces", r" organization/Model-3.1-8B-Instruct f{12} team "),
-        ("leases", r"^[0-9a-f]{16} an-engine"),
-        ("pins", r" an-engine-with-a-name-as-long-as-they-get "),
-    ],
-)
-def test_tables_fit_80_columns_and_tell_whose(
-    command: str, told: str, daemon: RunningDaemon
-) -> None:
-    name = "an-engine-with-a-name-as-long-as-they-get"
-    identity = Identity("organization/Model-3.1-8B-Instruct", "f" * 40, "adapter", 1, 2)
-    with Client(daemon.endpoint, timeout=30.0, name=name) as client:
-        namespace = client.open(identity, LAYOUT, salt="team")
-        store(namespace, TOKENS)
-        namespace.pin(TOKENS, 60.0)
-        with namespace.match(TOKENS):
-            ended, said = run_on_terminal(command, KVD_ENDPOINT=daemon.endpoint)
-        client.unpin()
-    assert ended == 0
-    assert re.search(told, said, re.MULTILINE)
-    assert max(map(len, said.replace(daemon.endpoint, "").splitlines())) <= 80

@@ -140,7 +140,7 @@ def test_a_full_file_system_is_a_failure_that_leaves_no_file(tmpfs: Mount) -> No
     small = tmpfs("size=64k")
     tier = make(small, 64 << 10)
     tier.open(1)
-    (small / "filler").write_bytes(bytes(56 << 10))
+    (small / "filler").write_bytes(bytes(60 << 10))
     before = set(small.iterdir())
     with pytest.raises(TierFailed, match="page table"):
         tier.create_arena(LAYOUT, FINGERPRINT)
