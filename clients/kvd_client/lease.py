@@ -158,7 +158,8 @@ class LeaseBase:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # a half-made lease, or an interpreter that ends
-            self._let_go()
+            if self._binding is not None:
+                self._let_go()
 
     @property
     def is_open(self) -> bool:
@@ -202,18 +203,15 @@ class LeaseBase:
                 session, request(lease_id), deadline, MatchReply, tokens
             )
             result = result_of(reply.results)
-        except BaseException:
-            # The lease may have been granted, or be so later: end it, whatever became of it.
-            self._client.released(session, lease_id)
-            raise
-        self._stand_for(binding, lease_id, result)
-        self._client.granted(self)
-        try:
+            self._stand_for(binding, lease_id, result)
+            self._client.granted(self)
             yield from self._load(self.pages[: self.num_committed // self.layout.block_size])
             yield from self._take_tail(result)
         except BaseException:
-            self.release()
+            # The lease may have been granted, or be so later: end it, whatever became of it.
+            self._hold_only(binding, self.pages[:0])
             self._stand_for(None, 0, _MISS)
+            self._client.released(session, lease_id)
             raise
 
     def _stand_for(self, binding: Binding | None, lease_id: int, result: MatchResult) -> None:
@@ -526,10 +524,11 @@ class LeaseBase:
         if num_blocks := keep_tokens // self.layout.block_size:
             self._keep(num_blocks)
             return
-        binding, self._binding = self._binding, None
-        if binding is not None:
+        if (binding := self._binding) is not None:
+            # In this order an interrupt may release it twice, which does no harm; never not at all.
             self._hold_only(binding, self.pages[:0])
             self._client.released(binding.session, self._id)
+            self._binding = None
 
     def _keep(self, num_blocks: int) -> None:
         binding = self._bound()
