@@ -80,6 +80,7 @@ class Binding:
         self.arena = arena
         self._pid = os.getpid()
         self._tensor: torch.Tensor | None = None
+        self._least_pages = max(1, POPULATE_BYTES // arena.layout.page_bytes)
         self._read = np.zeros(arena.num_pages, np.bool_)
         self._written = np.zeros(arena.num_pages, np.bool_)
 
@@ -116,8 +117,10 @@ class Binding:
     def _populate(
         self, pages: Pages, done: NDArray[np.bool_], populate: Callable[[Run], None]
     ) -> None:
+        if len(pages) < self._least_pages:
+            return
         pages = pages[~done[pages]]
-        if len(pages) * self.arena.layout.page_bytes < POPULATE_BYTES:
+        if len(pages) < self._least_pages:
             return
         done[pages] = True
 
@@ -625,6 +628,8 @@ def whole(number: int) -> int:
 
 def pack_extras(extras: Sequence[tuple[int, bytes]], start: int, stop: int) -> Extras:
     """Extras as on the wire; refuses what is none of a position in these tokens (BadRequest)."""
+    if isinstance(extras, tuple) and not extras:
+        return ()
     try:
         packed = tuple((operator.index(position), bytes(extra)) for position, extra in extras)
     except (TypeError, ValueError) as error:

@@ -34,6 +34,7 @@ MAX_WAIT_SECONDS = 86_400.0
 
 # As plain ints: pyzmq's own are enums, whose `&` costs more than asking the socket.
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 
 
 class _Waiter:
@@ -57,11 +58,14 @@ class _Waiter:
         if threading.get_ident() != self._thread:  # which does not wait
             os.eventfd_write(self._fd, 1)
 
-    def wait(self, seconds: float, *, reads: bool) -> None:
+    def wait(self, seconds: float, *, reads: bool) -> list[int]:
+        """The descriptors of sockets that have news."""
         poller = self._reading if reads else self._idle
         milliseconds = math.ceil(min(seconds, MAX_WAIT_SECONDS) * 1000)
-        if (self._fd, select.POLLIN) in poller.poll(milliseconds):
+        ready = [fd for fd, _ in poller.poll(milliseconds)]
+        if self._fd in ready:
             os.eventfd_read(self._fd)
+        return ready
 
 
 class Connection:
@@ -219,11 +223,12 @@ class Connection:
             with self._mutex:
                 if self._reader is None:
                     self._reader = waiter
-            waiter.wait(seconds, reads=self._reader is waiter)
+            news = waiter.wait(seconds, reads=self._reader is waiter)
             if self._reader is waiter:
                 with self._mutex:
                     self._pump()
-                    self._watch_connection()
+                    if self._monitor_fileno in news:
+                        self._watch_connection()
         finally:
             if self._reader is waiter:
                 self._reader = None
@@ -259,7 +264,7 @@ class Connection:
     def _pump(self) -> None:
         """Send and receive until there is nothing left of either."""
         while not self._closed:
-            events = int(self._socket.getsockopt(zmq.EVENTS))
+            events = int(self._socket.get(_EVENTS))
             if events & _POLLIN:
                 self._receive()
             elif self._outbox and events & _POLLOUT:
@@ -271,13 +276,13 @@ class Connection:
 
     def _receive(self) -> None:
         frame, rest = self._socket.recv(zmq.NOBLOCK), []
-        while self._socket.getsockopt(zmq.RCVMORE):
+        while self._socket.get(_RCVMORE):
             rest.append(self._socket.recv(zmq.NOBLOCK, copy=False).buffer)
         self.core.receive(frame, rest)
 
     def _watch_connection(self) -> None:
         """A lost connection ends every call under way at once; a new one is tried at once."""
-        while not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+        while not self._closed and int(self._monitor.get(_EVENTS)) & _POLLIN:
             # Not by pyzmq's own parser, whose import would bring asyncio with it.
             frame = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
             if int.from_bytes(frame[:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # As plain numbers: pyzmq's enums cost more than what they are asked for.
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 # After so long other callbacks have their turn: a few busy clients keep the socket from ever being
 # empty, and what is given, waited for or swept would come to nothing.
 DRAIN_SECONDS = 0.002
@@ -72,6 +72,8 @@ DRAIN_SECONDS = 0.002
 ATTACH_PAUSE_SECONDS = 0.001
 # So many requests of one connection wait here; more wait where they are sent.
 QUEUED_REQUESTS = 16
+
+_WITHOUT_SESSION = (AttachRequest, StatusRequest, LeasesRequest)
 
 
 class Router:
@@ -167,26 +169,27 @@ class Router:
         path.chmod(0o660)
 
     def _drain(self) -> None:
-        end = time.perf_counter() + DRAIN_SECONDS
-        while time.perf_counter() < end:
+        now = time.perf_counter()
+        end = now + DRAIN_SECONDS
+        while now < end:
             if self._is_closing:
                 return
             # Cheaper than the exception that an empty socket raises.
             if not int(self._socket.get(EVENTS)) & POLLIN:
                 return
-            self._receive(self._socket.recv_multipart(zmq.NOBLOCK))
+            now = self._receive(self._socket.recv_multipart(NOBLOCK), now)
         self._loop.call_soon(self._drain)
 
     # --- requests ---
 
-    def _receive(self, frames: list[bytes]) -> None:
-        started = time.perf_counter()
+    def _receive(self, frames: list[bytes], started: float) -> float:
+        """Serve a message that was begun to be read; when that is done."""
         identity, header, *rest = frames if len(frames) > 1 else (frames[0], b"")
         try:
             request = decode_request(header)
         except KvdError as error:
             self._refuse(identity, request_id(header[:MAX_HEADER_BYTES]), error)
-            return
+            return time.perf_counter()
         self.counters["requests"] += 1
         with request_span(type(request).__name__, request.trace):
             try:
@@ -196,12 +199,13 @@ class Router:
                 self._refuse(identity, request.id, error)
             except Exception:
                 self._fail(identity, request)
+        done = time.perf_counter()
         if (session := self._sessions.find(identity)) is not None:
-            session.took(time.perf_counter() - started)
+            session.took(done - started)
+        return done
 
     def _check(self, request: AnyRequest) -> None:
-        free = isinstance(request, AttachRequest | StatusRequest | LeasesRequest)
-        if not free and request.epoch != self._epoch:
+        if request.epoch != self._epoch and not isinstance(request, _WITHOUT_SESSION):
             raise StaleEpoch("the daemon was restarted: attach again")
         if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
             raise DeadlineExceeded("the deadline had passed when the request was read")
@@ -248,7 +252,7 @@ class Router:
     def _send(self, identity: bytes, reply: AnyReply) -> bool:
         """Send without blocking; False for a client that is gone or does not read."""
         try:
-            self._socket.send_multipart((identity, encode(reply)), zmq.NOBLOCK)
+            self._socket.send_multipart((identity, encode(reply)), NOBLOCK)
         except zmq.ZMQError as error:  # host unreachable, or its queue is full
             self.counters["replies_undeliverable"] += 1
             logger.debug("reply %s undeliverable: %s", reply.id, error)
