@@ -67,6 +67,7 @@ def test_a_client_attaches_by_itself_and_once(client: Client) -> None:
 
 def test_a_clients_name_is_shown(daemon: RunningDaemon) -> None:
     with Client(daemon.endpoint, timeout=30.0, name="an engine") as client:
+        assert client.wait_attached(30.0)
         assert [one.client for one in client.status().sessions] == ["an engine"]
 
 
@@ -75,6 +76,7 @@ def test_a_client_finds_the_daemon_by_the_environment(
 ) -> None:
     monkeypatch.setenv("KVD_ENDPOINT", daemon.endpoint)
     with Client(timeout=30.0) as client:
+        assert client.wait_attached(30.0)
         assert client.status().pid == daemon.pid
 
 
