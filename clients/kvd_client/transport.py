@@ -138,6 +138,8 @@ class Connection:
                 self._wait(waiter, left)
         finally:
             with self._mutex:
+                if self._reader is waiter:  # an interrupt came where it was to cease
+                    self._reader = None
                 self._waiting.pop(call.id, None)
                 self._forget(call)
                 self._pass_on()

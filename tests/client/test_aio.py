@@ -286,6 +286,8 @@ async def test_a_client_that_is_cancelled_while_it_begins_leaves_no_session(
             namespace = other.open(IDENTITY, LAYOUT)
             work = namespace.match(TOKENS, reserve_tokens=BLOCK)
             was_cancelled = await cancelled_at(work, turn, answered)
+            # One that closes while it attaches leaves a session that ends by silence alone.
+            assert await other.wait_attached(30.0)
     await asyncio.to_thread(eventually, lambda: len(client.status().sessions) == 1)
     assert pages_in(client, "reserved") == 0
 

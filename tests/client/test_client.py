@@ -76,6 +76,7 @@ def test_a_client_finds_the_daemon_by_the_environment(
 ) -> None:
     monkeypatch.setenv("KVD_ENDPOINT", daemon.endpoint)
     with Client(timeout=30.0) as client:
+        assert client.wait_attached(30.0)
         assert client.status().pid == daemon.pid
 
 

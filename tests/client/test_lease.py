@@ -231,9 +231,8 @@ def test_tensors_show_the_same_bytes_as_arrays(lease: Lease) -> None:
 
 def test_bfloat16_is_bits_in_numpy_and_itself_in_torch() -> None:
     torch = pytest.importorskip("torch")
-    layout = Layout(1, 1, 16, "bfloat16", block_size=4)
-    document = settings(1024)  # its pages are small, and their table is not
-    with running_daemon(document) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
+    layout = Layout(1, 1, 64, "bfloat16", block_size=4)
+    with running_daemon(settings()) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
         lease = client.open(IDENTITY, layout).match([], reserve_tokens=4)
         check_bfloat16(torch, lease)
 

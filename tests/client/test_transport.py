@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -135,27 +134,6 @@ def test_leases_may_end_wherever_the_collector_runs(client: Client, namespace: N
         gc.set_threshold(*before)
     gc.collect()
     eventually(lambda: [one.num_leases for one in client.status().sessions] == [0])
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_interrupt_leaves_the_connection_taken(client: Client, namespace: Namespace) -> None:
-    """At whatever place it comes, of a match or a release."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for turn in range(300):
-            with contextlib.suppress(KeyboardInterrupt):
-                # Again, where the first one came in a finalizer, which nothing leaves.
-                signal.setitimer(signal.ITIMER_REAL, 2e-4 + turn * 2e-6, 0.05)
-                while True:
-                    namespace.match(TOKENS).release()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert all(in_threads(4, lambda _: namespace.match(TOKENS).is_open))
 
 
 def test_every_call_under_way_ends_when_the_daemon_dies(
