@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvd.arena.membership import SessionLock
 from kvd.protocol.codec import encode
-from kvd.protocol.errors import LeaseEnded, OutOfPages
+from kvd.protocol.errors import Dropped, LeaseEnded, OutOfPages
 from kvd.protocol.messages import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -60,7 +60,7 @@ class Citizen:
     """A client that behaves, in a thread of its own, and looks at every result."""
 
     def __init__(self, endpoint: str) -> None:
-        self.num_hits = self.num_full = 0
+        self.num_hits = self.num_full = self.num_dropped = 0
         self.faults: list[str] = []
         self._client = Client(endpoint, timeout=PATIENCE_SECONDS, name="citizen")
         self._namespace = self._client.open(IDENTITY, LAYOUT, salt="citizen")
@@ -81,6 +81,8 @@ class Citizen:
                 self._match(tokens_of(turn % 7, 4))
             except OutOfPages:
                 self.num_full += 1
+            except Dropped:  # anybody may drop what is cached
+                self.num_dropped += 1
             except Exception as error:
                 self.faults.append(repr(error))
 

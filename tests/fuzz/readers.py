@@ -37,4 +37,4 @@ class Readers:
             with suppress(BadRequest):
                 decode(frame)
         self._core.send(Call(StatusRequest(id=1)))
-        self._core.receive([frame])
+        self._core.receive(frame)
