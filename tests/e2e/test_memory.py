@@ -43,6 +43,9 @@ def fill(directory: Path) -> Path:
     return path
 
 
+WIDE = Layout(2, 4, 8, "float32", block_size=BLOCK)
+
+
 def on(directory: Path, num_pages: int) -> dict[str, object]:
     """A configuration whose memory lies in a directory of its own."""
     document = settings(num_pages)
@@ -147,6 +150,26 @@ def test_a_second_layout_gets_the_memory_that_the_first_does_not_use(client: Cli
     store(client.open(IDENTITY, LAYOUT), tokens_of(1, 16))
     other = client.open(IDENTITY, Layout(1, 2, 8, "float32", block_size=4))
     other.match(tokens_of(1, 1)).reserve(BLOCK, timeout=2.0)
+
+
+def test_memory_follows_the_load_from_one_model_to_the_other_and_back(client: Client) -> None:
+    spaces = [client.open(IDENTITY, layout) for layout in (LAYOUT, WIDE)]
+    for space in (*spaces, *spaces):
+        for seed in range(40):
+            sequence = tokens_of(seed, 8)
+            with space.match(sequence) as lease:
+                lease.reserve(len(sequence))
+                for array in lease.write_arrays(lease.num_committed, len(sequence)):
+                    array[:] = seed + space.layout.num_kv_heads
+                    del array
+                lease.commit(sequence[lease.num_committed :])
+        (tier,) = client.status().tiers
+        assert tier.backed_bytes <= tier.capacity_bytes
+        with space.match(tokens_of(39, 8)) as lease:
+            assert lease.num_tokens == 8 * BLOCK
+            for array in lease.read_arrays(0, lease.num_tokens):
+                assert (array == 39 + space.layout.num_kv_heads).all()
+    assert client.status().counters["pages_unbacked"] > 0
 
 
 # --- the daemon itself ---
