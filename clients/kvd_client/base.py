@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from kvd.arena.base import GROUP_PAGES
 from kvd.arena.host import MappedArena
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, decode_request, encode, pack_tokens
 from kvd.protocol.endpoint import client_endpoint
@@ -397,8 +398,8 @@ class NamespaceBase:
                     lease_id,
                     count,
                     reserve=num_pages,
-                    # The rows of a tail need a page of the lease's own.
-                    ahead=ahead_of(num_pages or int(exact_tail)),
+                    # The rows of a tail need a page of the lease's own, the first of a group.
+                    ahead=ahead_of(num_pages) if num_pages else GROUP_PAGES * exact_tail,
                     exact_tail=exact_tail,
                     extras=packed_extras,
                 )

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class KvdCache(Cache):
     """The KV of one sequence, made for its prompt: in pages of kvd as far as there are any.
 
-    What kvd knows of the prompt is there from the start (`reused_tokens`, whole blocks, never the
+    What kvd knows of the prompt is there from the start (`reused_tokens`, to the token, never the
     whole prompt). Each forward pass writes behind it; prompt blocks are committed as soon as the
     last layer has attended, generated ones by `commit`. Where pages run out or the daemon is away,
     the rest lies in private memory and nothing is raised. A forward pass raises LeaseEnded if its

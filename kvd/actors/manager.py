@@ -246,10 +246,11 @@ class Manager:
 
     def reserve_now(self, lease: Lease, start: int, stop: int, ahead: int) -> Runs | None:
         """The pages, if they can be had without waiting and without overtaking who waits."""
-        if stop > len(lease.granted) and any(
-            _rivals(lease, other.lease) for other in self._waiters
-        ):
-            return None
+        have = len(lease.granted)  # what was granted before is granted again
+        if stop >= have and any(_rivals(lease, other.lease) for other in self._waiters):
+            if stop > have:
+                return None
+            ahead = 0
         answer = self._reserve(lease, start, stop, ahead)
         self._untidy.set()
         return runs_of(answer.pages) if isinstance(answer, Granted) else None

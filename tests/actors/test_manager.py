@@ -150,6 +150,7 @@ async def test_nobody_overtakes_who_waits(shm: Path) -> None:  # noqa: F811
         tasks.start_soon(cache.manager.reserve, cache.match(2), 0, 100, 0, 30)
         await anyio.wait_all_tasks_blocked()
         assert cache.manager.reserve_now(cache.match(3), 0, 1, 0) is None
+        assert cache.manager.reserve_now(cache.match(3), 0, 0, 1) == ()
         cache.release(most)
         await anyio.wait_all_tasks_blocked()
         assert cache.manager.reserve_now(cache.match(3), 0, 1, 0) is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from kvd.arena.base import GROUP_PAGES
 from kvd_client import BadRequest, Dropped, LeaseEnded, PagesInUse
 from kvd_client.client import Client
 from tests.e2e.support import (
@@ -76,6 +77,15 @@ def test_without_an_agreeing_token_there_is_no_tail(namespace: Namespace) -> Non
     store(namespace, TOKENS)
     assert namespace.match(TOKENS[:4] + tokens_of(2, 1), exact_tail=True).num_tokens == 4
     assert namespace.match(tokens_of(2, 1), exact_tail=True).num_tokens == 0
+
+
+def test_the_page_of_an_exact_tail_is_one_of_a_whole_group(namespace: Namespace) -> None:
+    store(namespace, TOKENS)
+
+    def has_group() -> bool:  # once there is memory for it, which comes in the background
+        return len(namespace.match(TOKENS[:1], exact_tail=True).pages) == GROUP_PAGES
+
+    eventually(has_group)
 
 
 # --- forks ---

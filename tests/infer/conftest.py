@@ -72,8 +72,8 @@ def model(plain: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 @contextmanager
-def attached(daemon: RunningDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint, timeout=PATIENCE_SECONDS) as client:
+def attached(daemon: RunningDaemon, *, maps: bool = True) -> Iterator[Client]:
+    with Client(daemon.endpoint, timeout=PATIENCE_SECONDS, maps=maps) as client:
         assert client.wait_attached(PATIENCE_SECONDS)
         yield client
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, Identity, Layout, LeaseEnded, Namespace
 from kvd_infer.rows import Rows
+from tests.e2e.support import capacity_of
 from tests.infer.conftest import attached
 
 if TYPE_CHECKING:
@@ -52,12 +54,80 @@ def written(namespace: Namespace | None) -> Rows:
     return rows
 
 
+def changed(start: int) -> Tensor:
+    """The tokens, others from `start` on."""
+    return torch.cat([TOKENS[:start], TOKENS[start:] + 100])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows_are_matched_to_the_token(namespace: Namespace, length: int) -> None:
+    written(namespace).close()
+    tokens = changed(length)
+    rows = Rows(namespace, LAYOUT, tokens)
+    found = min(length, 48)
+    assert (rows.length, rows.reused_tokens, rows.num_committed) == (found, found, found // 16 * 16)
+    write(rows, tokens)
+    assert (read(rows), rows.num_committed) == (tokens.tolist(), 48)
+    for each in (TOKENS, tokens):  # neither has become part of the other
+        assert read(Rows(namespace, LAYOUT, each)) == each[:48].tolist()
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 39])
+def test_copied_rows_can_be_cropped(namespace: Namespace, length: int) -> None:
+    written(namespace).close()
+    rows, other = Rows(namespace, LAYOUT, changed(40)), changed(length)
+    rows.crop(length)
+    assert (rows.length, rows.reused_tokens) == (length, length)
+    write(rows, other)
+    assert read(rows) == other.tolist()
+    rows.commit(other)
+    for each in (TOKENS, other):
+        assert read(Rows(namespace, LAYOUT, each)) == each[:48].tolist()
+
+
+def test_without_a_page_for_its_rows_whole_blocks_are_matched() -> None:
+    settings = {
+        "tiers": [{"type": "host", "capacity_bytes": capacity_of(64, LAYOUT)}],
+        "limits": {"session_reserved_fraction": 1.0},
+        "cache": {"high_watermark": 1.0, "low_watermark": 1.0},
+    }
+    with running_daemon(settings) as daemon, attached(daemon) as client:
+        namespace = client.open(NUMBERS, LAYOUT)
+        written(namespace).close()
+        with namespace.match(TOKENS.numpy(), reserve_tokens=61 * 16) as others:
+            assert others.shortage is None
+            rows = Rows(namespace, LAYOUT, changed(40))
+            assert (rows.length, rows.num_committed) == (32, 32)
+        write(rows, changed(40))
+        assert (read(rows), rows.num_committed) == (changed(40).tolist(), 48)
+
+
+def test_copied_rows_are_there_when_the_daemon_is_away(daemon: RunningDaemon) -> None:
+    with attached(daemon) as client:
+        namespace = client.open(NUMBERS, LAYOUT)
+        written(namespace).close()
+        rows = Rows(namespace, LAYOUT, changed(40))
+        daemon.kill()
+        write(rows, changed(40))
+        assert read(rows) == changed(40).tolist()
+
+
+def test_copied_rows_are_void_when_the_daemon_was_away(daemon: RunningDaemon) -> None:
+    with attached(daemon) as client:
+        namespace = client.open(NUMBERS, LAYOUT)
+        written(namespace).close()
+        rows = Rows(namespace, LAYOUT, changed(40))
+        daemon.restart()
+        with pytest.raises(LeaseEnded):
+            write(rows, changed(40))
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("is_warm", [False, True], ids=["committed", "matched"])
 def test_rows_go_on_differently_behind_a_crop(
     namespace: Namespace, length: int, is_warm: bool
 ) -> None:
-    other = torch.cat([TOKENS[:length], TOKENS[length:] + 100])
+    other = changed(length)
     if is_warm:
         written(namespace).close()
     rows = written(namespace)
@@ -72,7 +142,7 @@ def test_rows_go_on_differently_behind_a_crop(
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_private_memory_can_be_cropped(length: int) -> None:
-    other = torch.cat([TOKENS[:length], TOKENS[length:] + 100])
+    other = changed(length)
     rows = written(None)
     rows.crop(length)
     write(rows, other)
@@ -84,20 +154,16 @@ def pages(rows: Rows) -> list[int]:
     return rows._lease.pages.tolist()
 
 
-def test_crop_to_the_edge_of_a_block_takes_no_page(namespace: Namespace) -> None:
+@pytest.mark.parametrize("length", [32, 33])
+def test_crop_into_what_is_committed_goes_on_in_pages_of_its_own(
+    namespace: Namespace, length: int
+) -> None:
     rows = written(namespace)
     before = pages(rows)
-    rows.crop(32)
-    assert pages(rows) == before[:2]
-
-
-def test_crop_into_a_committed_block_copies_it_to_a_page_of_its_own(namespace: Namespace) -> None:
-    rows = written(namespace)
-    before = pages(rows)
-    rows.crop(33)
+    rows.crop(length)
     assert pages(rows)[:2] == before[:2]
     assert not set(pages(rows)[2:]) & set(before)
-    assert read(rows) == TOKENS[:33].tolist()
+    assert read(rows) == TOKENS[:length].tolist()
 
 
 def test_crop_behind_what_is_committed_keeps_its_pages(namespace: Namespace) -> None:
