@@ -25,7 +25,13 @@ from kvd.protocol.errors import (
 )
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
-from kvd.protocol.messages import Shortage, StatusReply
+from kvd.protocol.messages import (
+    DropResult,
+    LeasesReply,
+    PinResult,
+    Shortage,
+    StatusReply,
+)
 from kvd.protocol.units import format_bytes
 from kvd_client.client import Client, Lease, Namespace
 
@@ -35,16 +41,19 @@ __all__ = [
     "ConfigError",
     "DaemonUnavailable",
     "DeadlineExceeded",
+    "DropResult",
     "Dropped",
     "Identity",
     "KvdError",
     "Layout",
     "Lease",
     "LeaseEnded",
+    "LeasesReply",
     "LimitExceeded",
     "Namespace",
     "OutOfPages",
     "PagesInUse",
+    "PinResult",
     "Shortage",
     "StatusReply",
     "Unsupported",

@@ -95,7 +95,7 @@ class Connection:
     """
 
     def __init__(self, endpoint: str, name: str, *, maps: bool) -> None:
-        socket_path(endpoint)
+        path = socket_path(endpoint)
         self.core = Core(name, self._link_changed, maps=maps)
         self._mutex = threading.RLock()
         self._reader: _Waiter | None = None
@@ -122,6 +122,8 @@ class Connection:
         self._waiters = threading.local()
         # It is woken also by what happens in its own thread: a collection, say.
         self._keeper = _Waiter((self._monitor_fileno,), (self.fileno,), thread=0)
+        if not path.exists():  # nobody need wait to find out that there is no daemon
+            self.core.set_link(Link.DOWN)
         self._thread = threading.Thread(target=self._run, name="kvd-client", daemon=True)
         self._thread.start()
 

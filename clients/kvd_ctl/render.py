@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvd_client import StatusReply, format_bytes
+from kvd_client import Layout, StatusReply, format_bytes
 from kvd_ctl.notation import format_duration
 
 # A table that is piped is as wide as what it has to say.
@@ -125,16 +124,21 @@ def _holdings(reply: StatusReply) -> None:
     )
 
 
-def _layout(layout: str) -> str:
-    """In short, layers x heads x head size; a newer daemon may say it in another way."""
-    shape = r"num_layers=(\d+), num_kv_heads=(\d+), head_size=(\d+), dtype='(\w+)'"
-    found = re.search(shape, layout)
-    return "{}x{}x{} {}".format(*found.groups()) if found else layout
+def _layout(layout: Layout | None) -> str:
+    """In short: layers, heads, head size, type."""
+    if layout is None:
+        return ""
+    return f"{layout.num_layers}x{layout.num_kv_heads}x{layout.head_size} {layout.dtype}"
 
 
 def _quota(guaranteed_bytes: int, max_bytes: int) -> str:
     bounds = [format_bytes(size) if size else "-" for size in (guaranteed_bytes, max_bytes)]
     return "/".join(bounds) if guaranteed_bytes or max_bytes else ""
+
+
+def printable(text: str) -> str:
+    """A name that somebody chose, without what would speak to the terminal."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def more(count: int) -> None:
@@ -152,7 +156,7 @@ def table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
         console.print(f"{title}: none")
         return
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    columns = {name: [str(row[name]) for row in rows] for name in rows[0]}
+    columns = {name: [printable(str(row[name])) for row in rows] for name in rows[0]}
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     for name, cells in shown.items():
         made.add_column(

@@ -631,7 +631,7 @@ def _namespace_status(namespace: Namespace, num_leases: int) -> NamespaceStatus:
         shard_size=identity.shard_size,
         positions=identity.positions,
         extras=namespace.has_extras,
-        layout=str(layout),
+        layout=layout,
         num_pages=namespace.num_pages,
         guaranteed_bytes=namespace.quota.guaranteed_bytes,
         max_bytes=namespace.quota.max_bytes,

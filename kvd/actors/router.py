@@ -89,7 +89,8 @@ class Router:
         self._config = config
         self._manager = manager
         self._sessions = sessions
-        self._verbs = Verbs(config.limits, manager, sessions, epoch)
+        self.counters: Counter[str] = Counter()
+        self._verbs = Verbs(config.limits, manager, sessions, epoch, self.counters)
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
@@ -100,7 +101,6 @@ class Router:
         self._attaching: deque[tuple[bytes, AttachRequest]] = deque()
         self._knocked = anyio.Event()
         self._is_closing = False
-        self.counters: Counter[str] = Counter()
 
     # --- life ---
 

@@ -61,6 +61,8 @@ from kvd.protocol.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from kvd.actors.manager import Manager
     from kvd.actors.sessions import Session, SessionTable
     from kvd.cache.leases import Lease
@@ -101,12 +103,18 @@ class Verbs:
     """Serves the requests of attached sessions."""
 
     def __init__(
-        self, limits: LimitConfig, manager: Manager, sessions: SessionTable, epoch: int
+        self,
+        limits: LimitConfig,
+        manager: Manager,
+        sessions: SessionTable,
+        epoch: int,
+        counters: Counter[str],
     ) -> None:
         self._limits = limits
         self._manager = manager
         self._sessions = sessions
         self._epoch = epoch
+        self._counters = counters
 
     def serve(
         self, session: Session, request: AnyRequest, frames: Sequence[bytes]
@@ -187,7 +195,7 @@ class Verbs:
         def match(item: MatchItem, tokens: bytes) -> MatchResult | _Wait:
             return self._with_pages(item, *self._manager.match(session.id, item, tokens))
 
-        results = [_tried(match, *each) for each in self._with_tokens(request.items, frames)]
+        results = [self._tried(match, *each) for each in self._with_tokens(request.items, frames)]
         return self._answered(MatchReply, request, results)
 
     def _fork(self, session: Session, request: ForkRequest) -> Answer | Later:
@@ -195,7 +203,7 @@ class Verbs:
             return self._with_pages(item, *self._manager.fork(session.id, item))
 
         self._check_batch(request.items)
-        results = [_tried(fork, item) for item in request.items]
+        results = [self._tried(fork, item) for item in request.items]
         return self._answered(MatchReply, request, results)
 
     def _with_pages(
@@ -221,12 +229,12 @@ class Verbs:
             return ReserveResult(runs)
 
         self._check_batch(request.items)
-        results = [_tried(reserve, item) for item in request.items]
+        results = [self._tried(reserve, item) for item in request.items]
         return self._answered(ReserveReply, request, results)
 
     def _commit(self, session: Session, request: CommitRequest, frames: Sequence[bytes]) -> Answer:
         results = [
-            _tried(self._manager.commit, session.id, *each)
+            self._tried(self._manager.commit, session.id, *each)
             for each in self._with_tokens(request.items, frames)
         ]
         return Answer(CommitReply(id=request.id, epoch=self._epoch, results=tuple(results)))
@@ -257,10 +265,10 @@ class Verbs:
             )
         except OutOfPages as error:
             if wait.match is None:
-                return failure(error)
+                return self._failure(error)
             return replace(wait.match, shortage=Shortage(**error.details))
         except KvdError as error:
-            return failure(error)
+            return self._failure(error)
         return replace(wait.match, reserved=runs) if wait.match else ReserveResult(runs)
 
     def _seconds_left(self, request: AnyRequest) -> float:
@@ -300,18 +308,30 @@ class Verbs:
 
     def _pin(self, session: Session, request: PinRequest, frames: Sequence[bytes]) -> Answer:
         results = [
-            _tried(self._manager.pin, item, item.owner or session.client, tokens)
+            self._tried(self._manager.pin, item, item.owner or session.client, tokens)
             for item, tokens in self._with_tokens(request.items, frames)
         ]
         return Answer(PinReply(id=request.id, epoch=self._epoch, results=tuple(results)))
 
     def _drop(self, request: DropRequest, frames: Sequence[bytes]) -> Answer:
         results = [
-            _tried(self._manager.drop, *each) for each in self._with_tokens(request.items, frames)
+            self._tried(self._manager.drop, *each)
+            for each in self._with_tokens(request.items, frames)
         ]
         return Answer(DropReply(id=request.id, epoch=self._epoch, results=tuple(results)))
 
     # --- what the verbs share ---
+
+    def _tried(self, do: Callable[..., R], *args: Any) -> R | Failure:
+        """One item's result, or in its place what it is refused with."""
+        try:
+            return do(*args)
+        except KvdError as error:
+            return self._failure(error)
+
+    def _failure(self, error: KvdError) -> Failure:
+        self._counters[f"failures_{error.code}"] += 1
+        return failure(error)
 
     def _check_batch(self, items: Sequence[object]) -> None:
         if len(items) > self._limits.batch_items:
@@ -333,11 +353,3 @@ class Verbs:
             stop = start + item.num_tokens * TOKEN_BYTES
             yield item, tokens[start:stop]
             start = stop
-
-
-def _tried(do: Callable[..., R], *args: Any) -> R | Failure:
-    """One item's result, or in its place what it is refused with."""
-    try:
-        return do(*args)
-    except KvdError as error:
-        return failure(error)

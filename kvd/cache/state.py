@@ -117,8 +117,10 @@ class CacheState:
         return plan
 
     def _is_idle(self, space: Namespace) -> bool:
-        """Nobody has it open, and nobody holds anything in it."""
-        return not space.sessions and space.num_pages == space.lru.num_blocks
+        """Nobody has it open, nobody holds anything in it, and it is guaranteed nothing of it."""
+        is_guaranteed = space.guaranteed_pages and space.num_pages
+        is_held = space.num_pages > space.lru.num_blocks
+        return not (space.sessions or is_held or is_guaranteed)
 
     def _is_unused(self, arena: ArenaState) -> bool:
         blocks = sum(space.num_pages for space in arena.namespaces)
@@ -545,6 +547,8 @@ class CacheState:
         Without tokens, every block. What leases hold they keep to themselves until they end; pins
         of it end. Whatever was computed before the drop is not committed after it.
         """
+        if from_block and not tokens:
+            raise BadRequest("drop: without tokens there is no block to begin from")
         tree = space.tree
         plan: Plan = []
         space.generation += 1

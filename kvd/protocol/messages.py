@@ -494,7 +494,7 @@ class NamespaceStatus(Struct, frozen=True, omit_defaults=True):
     shard_size: int = 1
     positions: str = ""
     extras: bool = False
-    layout: str = ""
+    layout: Layout | None = None
     num_pages: int = 0
     guaranteed_bytes: int = 0
     max_bytes: int = 0
