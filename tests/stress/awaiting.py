@@ -26,10 +26,11 @@ class Awaiting:
 
     inner: Any
     note: Callable[[str], None]
+    loop: asyncio.AbstractEventLoop
 
     @classmethod
     def of(cls, kind: type[AsyncClient], *args: Any, note: Callable[[str], None], **kw: Any) -> Any:
-        return cls(kind(*args, **kw), note)
+        return cls(kind(*args, **kw), note, _loop())
 
     def __enter__(self) -> Self:
         return self
@@ -47,17 +48,17 @@ class Awaiting:
         call = partial(method, *args, **kw)
         result = self._run(call) if iscoroutinefunction(method) else call()
         if isinstance(result, AsyncNamespace | AsyncLease):
-            return Awaiting(result, self.note)
+            return Awaiting(result, self.note, self.loop)
         return result
 
     def _run(self, call: Call) -> Any:
-        future = asyncio.run_coroutine_threadsafe(self._done(call), _loop())
+        future = asyncio.run_coroutine_threadsafe(self._done(call), self.loop)
         try:
             return future.result()
         except BaseException:
-            # By an interrupt, perhaps: the task ends before anybody goes on with what it used.
-            future.cancel()
-            asyncio.run_coroutine_threadsafe(_all_done(), _loop()).result()
+            # By an interrupt: the task ends before anybody goes on with what it used.
+            if future.cancel():
+                asyncio.run_coroutine_threadsafe(_all_done(), self.loop).result()
             raise
 
     async def _done(self, call: Call) -> Any:

@@ -314,7 +314,7 @@ def expect_enough(stress: Stress, num_clients: int, num_operations: int) -> None
             "keeps": total // 100,
             "pins": total // 200,
             "drops": total // 500,
-            "blocks_dropped": total // 100,
+            "blocks_dropped": total // 200,
             "copies": total // 50,
             "cancelled": total // 50,
             "pages_unbacked": total // 50,

@@ -55,6 +55,7 @@ class Domain:
 # Pages of 512 bytes both, in extents of 16 KiB and of 8 KiB.
 NARROW = Layout(2, 1, 8, "float32", block_size=4)
 WIDE = Layout(1, 2, 8, "bfloat16", block_size=8)
+LAYOUTS = (NARROW, WIDE)
 DOMAINS = (
     Domain("small", NARROW),
     Domain("small", NARROW, salt="tenant"),

@@ -35,7 +35,16 @@ from kvd_client import (
 )
 from kvd_client.aio import AsyncClient
 from tests.stress.awaiting import Awaiting
-from tests.stress.content import DOMAINS, Domain, extras_of, fill, ids_of, prompts_of, verify
+from tests.stress.content import (
+    DOMAINS,
+    LAYOUTS,
+    Domain,
+    extras_of,
+    fill,
+    ids_of,
+    prompts_of,
+    verify,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,6 +63,9 @@ INTERRUPT_SECONDS = 0.05
 # More pages than can be had, but fewer than the arena has: one waits for them.
 TOO_MANY = 1800
 PIN_SECONDS = 1.0
+# For so many operations one layout is asked for more, then the other: memory moves between them.
+SEASON_OPERATIONS = 50
+IN_SEASON = 0.8
 # No operation may take so long: each of its calls ends within the client's timeout.
 HANG_SECONDS = 60
 
@@ -156,11 +168,13 @@ class Worker:
         self.held: list[Work] = []
         self.stray: list[NDArray[Any]] = []
         self.happened: list[str] = []
+        self.season = LAYOUTS[0]
         self._attach()
 
     def do(self, place: int) -> Counter[str]:
         """Do the operation at this place of the sequence; how often what happened in it."""
         self.happened.clear()
+        self.season = LAYOUTS[place // SEASON_OPERATIONS % len(LAYOUTS)]
         operation, rng = self.draw(place)
         try:
             self._attempt(operation, rng)
@@ -362,7 +376,7 @@ class Worker:
 
     def pin(self, rng: Random) -> None:
         """What is pinned stays, whatever others need meanwhile, unless it is dropped."""
-        domain = rng.choice(DOMAINS)
+        domain = self._domain(rng)
         tokens, namespace = self._tokens(rng, domain), self.namespaces[domain]
         asked = {"tokens": ids_of(tokens), "extras": extras_of(tokens)}
         end = time.monotonic() + (seconds := rng.random() * PIN_SECONDS)
@@ -383,10 +397,10 @@ class Worker:
 
     def drop(self, rng: Random) -> None:
         """Remove what follows any place of a sequence; seldom all of a namespace."""
-        domain = rng.choice(DOMAINS)
+        domain = self._domain(rng)
         tokens = self._tokens(rng, domain) if rng.random() < 0.9 else ()
         self.namespaces[domain].drop(
-            ids_of(tokens), from_token=rng.randint(0, len(tokens)), extras=extras_of(tokens)
+            ids_of(tokens), from_token=rng.randint(0, len(tokens) // 2), extras=extras_of(tokens)
         )
         self.happened.append("drops")
 
@@ -414,6 +428,11 @@ class Worker:
         self.client = self.kind.make(self.endpoint, f"client {self.number}", self.happened.append)
         self.namespaces = {domain: domain.open(self.client) for domain in DOMAINS}
 
+    def _domain(self, rng: Random) -> Domain:
+        """Any; most are of the season's layout."""
+        in_season = [domain for domain in DOMAINS if domain.layout == self.season]
+        return rng.choice(in_season if rng.random() < IN_SEASON else DOMAINS)
+
     def _tokens(self, rng: Random, domain: Domain) -> Tokens:
         """The beginning of any sequence."""
         # Some are asked for more often than others: they stay, and are hit.
@@ -436,7 +455,7 @@ class Worker:
         timeout: float | None = None,
     ) -> Work:
         """Lease the beginning of any sequence, with some pages more where that is said."""
-        domain = rng.choice(DOMAINS)
+        domain = self._domain(rng)
         tokens = self._tokens(rng, domain)
         lease = self.namespaces[domain].match(
             ids_of(tokens),
@@ -515,7 +534,7 @@ OPERATIONS: dict[Operation, int] = {
     Worker.keep: 6,
     Worker.replace: 6,
     Worker.pin: 4,
-    Worker.drop: 1,
+    Worker.drop: 2,
     Worker.take_stock: 2,
 }
 # These touch nothing that the worker keeps, and so can be done in several threads at once.
