@@ -252,14 +252,19 @@ def audit(stress: Stress, daemon: RunningDaemon, prompts: list[Tokens], num_page
             eventually(lambda: is_quiet(client, daemon.directory))
         finally:
             stress.say(f"in the end: {client.status()}")
+        spaces = client.status().namespaces
+        left = [space for space in spaces if space.num_leases or space.num_sessions]
+        stress.expect(not left, f"nobody is there, and namespaces are in use: {left}")
         num_found = read_back(client, prompts)
         status = client.status()
         (tier,) = status.tiers
-        num_blocks = sum(namespace.num_blocks for namespace in status.namespaces)
+        num_blocks = sum(space.num_blocks for space in status.namespaces)
+        num_held = sum(space.num_pages for space in status.namespaces)
         used = sum(tier.pages[state] for state in USED)
         stress.expect(used == 0, f"nobody is there, and pages are in use: {tier.pages}")
         stress.expect(sum(tier.pages.values()) == num_pages, f"pages are lost: {tier.pages}")
         stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier.pages}")
+        stress.expect(num_held == num_blocks, f"{num_blocks} blocks: {status.namespaces}")
         stress.expect(num_found == num_blocks, f"{num_found} blocks found of {num_blocks}")
         stress.counts["read_back"] = num_found
         for name in COUNTERS:
@@ -298,8 +303,6 @@ def expect_enough(stress: Stress, num_clients: int, num_operations: int) -> None
     counts, total = stress.counts, num_clients * num_operations
     counts["refusals"] = counts["OutOfPages"] + counts["shortages"]
     num_signals = num_clients * max(1, num_operations // OPERATIONS_PER_SIGNAL)
-    stress.expect(not counts["LeaseEnded"], "a client that maps lost a lease")
-    stress.expect(counts["pins_lost"] <= counts["drops"], "what was pinned did not stay")
     stress.expect_at_least(
         {
             "kills": num_signals // 2,
@@ -308,13 +311,13 @@ def expect_enough(stress: Stress, num_clients: int, num_operations: int) -> None
             "refusals": total // 100,
             "blocks_evicted": total // 10,
             "pages_quarantined": total // 100,
-            "read_back": total // 50,
+            "read_back": total // 100,
             "tails": total // 100,
             "forks": total // 50,
             "keeps": total // 100,
             "pins": total // 200,
             "drops": total // 500,
-            "blocks_dropped": total // 200,
+            "blocks_dropped": total // 1000,
             "copies": total // 50,
             "cancelled": total // 50,
             "pages_unbacked": total // 50,

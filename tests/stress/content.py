@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
+    from kvd.protocol.messages import NamespaceStatus
     from kvd_client import Client, Lease, Namespace
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -44,6 +45,11 @@ class Domain:
     def open(self, client: Client) -> Namespace:
         identity = Identity(self.model, "main")
         return client.open(identity, self.layout, self.salt, extras=self.extras)
+
+    def has(self, space: NamespaceStatus) -> bool:
+        """Whether a status tells of this namespace."""
+        key = (space.model, space.block_size, space.salt, space.extras)
+        return key == (self.model, self.layout.block_size, self.salt, self.extras)
 
     def sequences(self, prompts: list[Tokens]) -> list[Tokens]:
         """What is computed here: the prompts, with each picture where there are some."""
