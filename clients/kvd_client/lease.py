@@ -246,6 +246,8 @@ class LeaseBase:
         source = binding.arena.readable.page_view(tail.page)
         own = binding.arena.writable().page_view(result.reserved[0].first)
         own[:, :, : tail.num_tokens] = source[:, :, : tail.num_tokens]
+        # From the next commit on its page may be another's.
+        self._hold_only(binding, self.pages)
         self.num_tokens += tail.num_tokens
 
     def _fork(self, fork: LeaseBase, reserve_tokens: int, timeout: float | None) -> Operation[None]:

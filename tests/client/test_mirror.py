@@ -162,6 +162,22 @@ def test_pages_that_come_again_are_read_anew(copier: Client) -> None:
         assert sum(threads.map(wrong, range(4))) == 0
 
 
+def test_the_page_of_a_tail_that_comes_again_is_read_anew(
+    namespace: Namespace, copier: Client
+) -> None:
+    copies = copier.open(IDENTITY, LAYOUT, salt=namespace.salt)
+    store(namespace, TOKENS)
+    tokens = TOKENS[:2] + tokens_of(2, 1)[2:]
+    lease = copies.match(tokens, exact_tail=True)
+    compute(lease, tokens)  # the tail is the lease's no more
+    namespace.drop(TOKENS)
+    for seed in range(3, 13):  # all pages but a few
+        store(namespace, tokens_of(seed, 12))
+        with copies.match(tokens_of(seed, 12)) as other:
+            assert holds(other, tokens_of(seed, 12))
+    assert holds(lease, tokens)
+
+
 def test_the_pieces_of_pages_are_all_of_them_once() -> None:
     layout = Layout(3, 2, 1024, "float32", block_size=64)
     mirror = Mirror(layout, 64)
