@@ -274,7 +274,7 @@ class Worker:
         """Match, and keep the lease for later operations."""
         if len(self.held) == MAX_HELD:
             self.let_go(rng)
-        work = self._match(rng, reserve=rng.random() < 0.25)
+        work = self._match(rng, reserve=rng.random() < 0.25, exact_tail=rng.random() < 0.5)
         work.read()
         self.held.append(work)
 
@@ -529,7 +529,7 @@ OPERATIONS: dict[Operation, int] = {
     Worker.give_up: 3,
     Worker.abort: 6,
     Worker.end_in_use: 4,
-    Worker.ask_too_much: 1,
+    Worker.ask_too_much: 2,
     Worker.interrupt: 1,
     Worker.hold: 8,
     Worker.go_on: 8,
