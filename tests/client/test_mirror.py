@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvd.arena.runs import pages_of
+from kvd.arena.runs import Pages, pages_of
 from kvd.protocol.messages import MAX_PIECE_BYTES
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Layout, LeaseEnded
 from kvd_client.client import Client
 from kvd_client.mirror import Mirror
+from tests.actors.wire import Wire
 from tests.e2e.support import (
     IDENTITY,
     LAYOUT,
@@ -109,7 +110,28 @@ def test_a_copied_lease_ends_with_the_daemon() -> None:
         eventually(lambda: not lease.is_open)
         with pytest.raises(LeaseEnded):
             lease.check()
+        with pytest.raises(LeaseEnded):
+            lease.commit(TOKENS)
         eventually(lambda: namespace.match(TOKENS).is_open)
+
+
+def test_a_match_whose_session_ends_before_its_blocks_came_is_done_again(
+    daemon: RunningDaemon, copier: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = copier.open(IDENTITY, LAYOUT, salt="again")
+    store(namespace, TOKENS)
+    other = Wire(daemon.endpoint)
+
+    def end_session(mirror: Mirror, pages: Pages) -> Pages:
+        monkeypatch.undo()
+        assert copier.connection.core.session is not None
+        other.attach(previous=copier.connection.core.session.secret)
+        return mirror.missing(pages)
+
+    monkeypatch.setattr(Mirror, "missing", end_session)
+    with namespace.match(TOKENS) as lease:
+        assert holds(lease, TOKENS)
+    other.close()
 
 
 # --- memory ---
