@@ -43,6 +43,14 @@ def copier(daemon: RunningDaemon, connect: Callable[[], Client]) -> Iterator[Cli
         yield client
 
 
+def end_session(daemon: RunningDaemon, client: Client) -> None:
+    """What the client learns with its next message at the latest."""
+    assert client.connection.core.session is not None
+    wire = Wire(daemon.endpoint)
+    wire.attach(previous=client.connection.core.session.secret)
+    wire.close()
+
+
 def test_who_maps_and_who_does_not_share_what_they_commit(
     namespace: Namespace, copier: Client
 ) -> None:
@@ -120,18 +128,25 @@ def test_a_match_whose_session_ends_before_its_blocks_came_is_done_again(
 ) -> None:
     namespace = copier.open(IDENTITY, LAYOUT, salt="again")
     store(namespace, TOKENS)
-    other = Wire(daemon.endpoint)
 
-    def end_session(mirror: Mirror, pages: Pages) -> Pages:
+    def missing(mirror: Mirror, pages: Pages) -> Pages:
         monkeypatch.undo()
-        assert copier.connection.core.session is not None
-        other.attach(previous=copier.connection.core.session.secret)
+        end_session(daemon, copier)
         return mirror.missing(pages)
 
-    monkeypatch.setattr(Mirror, "missing", end_session)
+    monkeypatch.setattr(Mirror, "missing", missing)
     with namespace.match(TOKENS) as lease:
         assert holds(lease, TOKENS)
-    other.close()
+
+
+def test_pins_end_in_the_next_session_where_one_ended(
+    daemon: RunningDaemon, copier: Client
+) -> None:
+    namespace = copier.open(IDENTITY, LAYOUT, salt="pinned")
+    store(namespace, TOKENS)
+    namespace.pin(TOKENS, 60.0)
+    end_session(daemon, copier)
+    assert copier.unpin() == 1
 
 
 # --- memory ---
