@@ -159,16 +159,19 @@ class ClientBase:
         if not isinstance(pins, Sequence):
             raise BadRequest(f"{pins!r} is no sequence of pins")
         deadline = self.deadline(None)
-        session = yield from self.session(deadline)
-        request = UnpinRequest(
-            id=self.next_id(),
-            epoch=session.epoch,
-            deadline_ns=wire(deadline),
-            owner=owner or "",
-            pins=tuple(pins),
-        )
-        reply = yield from self.request(session, checked(request), deadline, UnpinReply)
-        return reply.num_pins
+        while True:
+            session = yield from self.session(deadline)
+            request = UnpinRequest(
+                id=self.next_id(),
+                epoch=session.epoch,
+                deadline_ns=wire(deadline),
+                owner=owner or "",
+                pins=tuple(pins),
+            )
+            # The session may be over by then; pins are an owner's, not a session's.
+            with contextlib.suppress(NotAttached):
+                reply = yield from self.request(session, checked(request), deadline, UnpinReply)
+                return reply.num_pins
 
     def _drop_from(
         self, namespace: int, tokens: TokenIds, from_token: int, extras: ExtraItems, deadline: float

@@ -247,6 +247,8 @@ class LeaseBase:
         source = binding.arena.readable.page_view(tail.page)
         own = binding.arena.writable().page_view(result.reserved[0].first)
         own[:, :, : tail.num_tokens] = source[:, :, : tail.num_tokens]
+        # From the next commit on its page may be another's.
+        self._hold_only(binding, self.pages)
         self.num_tokens += tail.num_tokens
 
     def _fork(self, fork: LeaseBase, reserve_tokens: int, timeout: float | None) -> Operation[None]:
@@ -396,8 +398,7 @@ class LeaseBase:
                     return
                 piece, call = under_way[0]
                 # Each has the whole time: how much there is to move is nobody's fault.
-                with self._ends_with_session():
-                    yield from self._client.answer(call, self._client.deadline(None), kind)
+                yield from self._client.answer(call, self._client.deadline(None), kind)
                 take(piece, call.rest)
                 under_way.popleft()
         finally:
@@ -482,7 +483,8 @@ class LeaseBase:
         )
         # What was named before was stored before, and may be committed already.
         unstored = max(first, self._num_named // self.layout.block_size)
-        yield from self._store(self.pages[unstored : first + count])
+        with self._ends_with_session():
+            yield from self._store(self.pages[unstored : first + count])
         deadline = self._client.deadline(timeout)
         request = CommitRequest(
             id=self._client.next_id(),
@@ -497,7 +499,8 @@ class LeaseBase:
         # Where a block was there before, its page takes the place of this lease's copy.
         pages = pages_of(result.runs)
         self._hold(pages[pages != self.pages[first : first + count]])
-        yield from self._load(pages)
+        with self._ends_with_session():
+            yield from self._load(pages)
         self.pages[first : first + count] = pages
         self.num_committed = stop
         return stop

@@ -20,6 +20,7 @@ from kvd.protocol.errors import (
     BadRequest,
     KvdError,
     LimitExceeded,
+    NotAttached,
     OutOfPages,
     SessionLockMissing,
     Unsupported,
@@ -177,6 +178,9 @@ class Verbs:
         opened = await self._manager.open(
             session.id, request.identity, request.layout, request.salt, extras=request.extras
         )
+        if self._sessions.find(session.identity) is not session:  # it ended meanwhile
+            self._manager.close_namespace(session.id, opened.namespace.id)
+            raise NotAttached("the session ended while it opened a namespace")
         return Answer(
             OpenReply(
                 id=request.id,

@@ -138,6 +138,23 @@ def test_an_arena_is_opened_only_by_who_holds_the_lock(connect: Connect) -> None
     assert wire.open(maps=False)
 
 
+def test_a_session_that_ended_has_nothing_open(
+    daemon: RunningDaemon, connect: Connect, wire: Wire
+) -> None:
+    other = connect()
+    other.attach(maps=False)
+    request = OpenRequest(
+        **other.envelope(), identity=IDENTITY, layout=LAYOUT, salt="late", maps=False
+    )
+    daemon.pause()  # so that it reads both before it opens
+    other.send(encode(request))
+    other.send(encode(DetachRequest(**other.envelope())))
+    daemon.resume()
+    assert isinstance(other.receive(), DoneReply)
+    refused(other.receive(), "not_attached")
+    assert [space.num_sessions for space in wire.status().namespaces if space.salt == "late"] == [0]
+
+
 # --- stale, late, wrong ---
 
 

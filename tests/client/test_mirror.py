@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvd.arena.runs import pages_of
+from kvd.arena.runs import Pages, pages_of
 from kvd.protocol.messages import MAX_PIECE_BYTES
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Layout, LeaseEnded
 from kvd_client.client import Client
 from kvd_client.mirror import Mirror
+from tests.actors.wire import Wire
 from tests.e2e.support import (
     IDENTITY,
     LAYOUT,
@@ -40,6 +41,14 @@ def copier(daemon: RunningDaemon, connect: Callable[[], Client]) -> Iterator[Cli
     with Client(daemon.endpoint, timeout=30.0, maps=False, name="copier") as client:
         assert client.wait_attached(30.0)
         yield client
+
+
+def end_session(daemon: RunningDaemon, client: Client) -> None:
+    """What the client learns with its next message at the latest."""
+    assert client.connection.core.session is not None
+    wire = Wire(daemon.endpoint)
+    wire.attach(previous=client.connection.core.session.secret)
+    wire.close()
 
 
 def test_who_maps_and_who_does_not_share_what_they_commit(
@@ -109,7 +118,35 @@ def test_a_copied_lease_ends_with_the_daemon() -> None:
         eventually(lambda: not lease.is_open)
         with pytest.raises(LeaseEnded):
             lease.check()
+        with pytest.raises(LeaseEnded):
+            lease.commit(TOKENS)
         eventually(lambda: namespace.match(TOKENS).is_open)
+
+
+def test_a_match_whose_session_ends_before_its_blocks_came_is_done_again(
+    daemon: RunningDaemon, copier: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = copier.open(IDENTITY, LAYOUT, salt="again")
+    store(namespace, TOKENS)
+
+    def missing(mirror: Mirror, pages: Pages) -> Pages:
+        monkeypatch.undo()
+        end_session(daemon, copier)
+        return mirror.missing(pages)
+
+    monkeypatch.setattr(Mirror, "missing", missing)
+    with namespace.match(TOKENS) as lease:
+        assert holds(lease, TOKENS)
+
+
+def test_pins_end_in_the_next_session_where_one_ended(
+    daemon: RunningDaemon, copier: Client
+) -> None:
+    namespace = copier.open(IDENTITY, LAYOUT, salt="pinned")
+    store(namespace, TOKENS)
+    namespace.pin(TOKENS, 60.0)
+    end_session(daemon, copier)
+    assert copier.unpin() == 1
 
 
 # --- memory ---
@@ -160,6 +197,22 @@ def test_pages_that_come_again_are_read_anew(copier: Client) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(wrong, range(4))) == 0
+
+
+def test_the_page_of_a_tail_that_comes_again_is_read_anew(
+    namespace: Namespace, copier: Client
+) -> None:
+    copies = copier.open(IDENTITY, LAYOUT, salt=namespace.salt)
+    store(namespace, TOKENS)
+    tokens = TOKENS[:2] + tokens_of(2, 1)[2:]
+    lease = copies.match(tokens, exact_tail=True)
+    compute(lease, tokens)  # the tail is the lease's no more
+    namespace.drop(TOKENS)
+    for seed in range(3, 13):  # all pages but a few
+        store(namespace, tokens_of(seed, 12))
+        with copies.match(tokens_of(seed, 12)) as other:
+            assert holds(other, tokens_of(seed, 12))
+    assert holds(lease, tokens)
 
 
 def test_the_pieces_of_pages_are_all_of_them_once() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
+    from kvd.protocol.messages import NamespaceStatus
     from kvd_client import Client, Lease, Namespace
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -23,6 +24,9 @@ Tokens: TypeAlias = tuple[int, ...]
 NUM_FAMILIES = 32
 NUM_BRANCHES = 8
 MAX_PART_TOKENS = 48
+# A token of a sequence is the id and so many times the number of the picture at its position.
+PICTURE = 1 << 16
+NUM_PICTURES = 3
 
 
 class WrongKV(AssertionError):
@@ -36,19 +40,34 @@ class Domain:
     model: str
     layout: Layout
     salt: str = ""
+    extras: bool = False
 
     def open(self, client: Client) -> Namespace:
-        return client.open(Identity(self.model, "main"), self.layout, self.salt)
+        identity = Identity(self.model, "main")
+        return client.open(identity, self.layout, self.salt, extras=self.extras)
+
+    def has(self, space: NamespaceStatus) -> bool:
+        """Whether a status tells of this namespace."""
+        key = (space.model, space.block_size, space.salt, space.extras)
+        return key == (self.model, self.layout.block_size, self.salt, self.extras)
+
+    def sequences(self, prompts: list[Tokens]) -> list[Tokens]:
+        """What is computed here: the prompts, with each picture where there are some."""
+        if not self.extras:
+            return prompts
+        return [show(prompt, number) for prompt in prompts for number in range(NUM_PICTURES)]
 
 
 # Pages of 512 bytes both, in extents of 16 KiB and of 8 KiB.
 NARROW = Layout(2, 1, 8, "float32", block_size=4)
 WIDE = Layout(1, 2, 8, "bfloat16", block_size=8)
+LAYOUTS = (NARROW, WIDE)
 DOMAINS = (
     Domain("small", NARROW),
     Domain("small", NARROW, salt="tenant"),
     Domain("large", NARROW),
     Domain("small", WIDE),
+    Domain("small", NARROW, extras=True),
 )
 
 
@@ -65,6 +84,25 @@ def prompts_of(seed: int) -> list[Tokens]:
         stem = part()
         prompts += [stem + part() for _ in range(NUM_BRANCHES)]
     return prompts
+
+
+def show(prompt: Tokens, picture: int) -> Tokens:
+    """The prompt with a picture wherever its token is 0; picture 0 is none."""
+    return tuple(token or picture * PICTURE for token in prompt)
+
+
+def ids_of(tokens: Sequence[int]) -> list[int]:
+    """What the daemon is told of these tokens, beside the extras."""
+    return [token % PICTURE for token in tokens]
+
+
+def extras_of(tokens: Sequence[int], start: int = 0) -> list[tuple[int, bytes]]:
+    """Which pictures there are; `start` is the position of the first token."""
+    return [
+        (place, hashlib.sha256(b"%d" % (token // PICTURE)).digest())
+        for place, token in enumerate(tokens, start)
+        if token >= PICTURE
+    ]
 
 
 def blocks_of(domain: Domain, tokens: Sequence[int]) -> set[Tokens]:
@@ -97,9 +135,12 @@ def fill(lease: Lease, domain: Domain, tokens: Tokens, start: int, stop: int) ->
         at += size
 
 
-def verify(lease: Lease, domain: Domain, tokens: Tokens) -> None:
-    """Compare every byte of the lease's prefix. Raises WrongKV, or LeaseEnded: then it is void."""
-    stop = lease.num_committed
+def verify(lease: Lease, domain: Domain, tokens: Tokens, stop: int | None = None) -> None:
+    """Compare every byte of these tokens, those of the lease's prefix unless said.
+
+    Raises WrongKV, or LeaseEnded: then it is void.
+    """
+    stop = lease.num_tokens if stop is None else stop
     arrays = lease.read_arrays(0, stop)
     found = np.concatenate([array.view(np.uint8) for array in arrays], axis=2) if arrays else None
     del arrays

@@ -13,7 +13,15 @@ from kvd_client import Client, LeaseEnded
 from tests.stress import __main__ as command
 from tests.stress.clients import Crowd, settings
 from tests.stress.common import Stress
-from tests.stress.content import DOMAINS, WrongKV, kv_of, prompts_of, verify
+from tests.stress.content import (
+    DOMAINS,
+    NUM_PICTURES,
+    WrongKV,
+    kv_of,
+    prompts_of,
+    show,
+    verify,
+)
 from tests.stress.worker import Worker
 
 SEED = 1
@@ -110,6 +118,13 @@ def test_every_row_is_another_in_every_namespace() -> None:
     rows = [kv_of(domain, tokens) for domain in DOMAINS]
     seen = {row.tobytes() for kv in rows for row in kv.reshape(-1, *kv.shape[3:])}
     assert len(seen) == sum(int(np.prod(kv.shape[:3])) for kv in rows)
+
+
+def test_every_row_from_a_picture_on_is_another_with_another_picture() -> None:
+    *_, domain = DOMAINS
+    rows = [kv_of(domain, show((1, 2, 0, 3), picture)) for picture in range(NUM_PICTURES)]
+    seen = {row.tobytes() for kv in rows for row in kv[0, 0]}
+    assert len(seen) == 2 + 2 * NUM_PICTURES
 
 
 def test_unknown_part_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import faulthandler
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -24,12 +26,25 @@ from kvd_client import (
     Client,
     DaemonUnavailable,
     DeadlineExceeded,
+    Dropped,
     KvdError,
     LeaseEnded,
+    LimitExceeded,
     OutOfPages,
     PagesInUse,
 )
-from tests.stress.content import DOMAINS, Domain, fill, prompts_of, verify
+from kvd_client.aio import AsyncClient
+from tests.stress.awaiting import Awaiting
+from tests.stress.content import (
+    DOMAINS,
+    LAYOUTS,
+    Domain,
+    extras_of,
+    fill,
+    ids_of,
+    prompts_of,
+    verify,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,7 +53,7 @@ if TYPE_CHECKING:
     from tests.stress.content import Tokens
 
 # What a client must expect, whatever it does. Anything else ends the worker.
-EXPECTED = (OutOfPages, LeaseEnded, DeadlineExceeded, DaemonUnavailable)
+EXPECTED = (OutOfPages, Dropped, DeadlineExceeded, DaemonUnavailable)
 MAX_HELD = 4
 # A reserve waits for others at most so long. They may well wait for this one.
 PATIENCE = (0.05, 0.2, 0.5)
@@ -47,6 +62,10 @@ LATE_SECONDS = 0.001
 INTERRUPT_SECONDS = 0.05
 # More pages than can be had, but fewer than the arena has: one waits for them.
 TOO_MANY = 1800
+PIN_SECONDS = 1.0
+# For so many operations one layout is asked for more, then the other: memory moves between them.
+SEASON_OPERATIONS = 50
+IN_SEASON = 0.8
 # No operation may take so long: each of its calls ends within the client's timeout.
 HANG_SECONDS = 60
 
@@ -61,7 +80,13 @@ class Work:
     def __init__(self, lease: Lease, domain: Domain, tokens: Tokens) -> None:
         self.lease = lease
         self.domain = domain
+        self.begin(tokens)
+
+    def begin(self, tokens: Tokens) -> None:
+        """The lease stands for the beginning of these tokens; the rest is to be computed."""
         self.tokens = tokens
+        # Rows up to this token hold what they must.
+        self.num_written = max(self.lease.num_tokens, self.lease.num_committed)
 
     def __enter__(self) -> Self:
         self.lease.__enter__()
@@ -76,16 +101,16 @@ class Work:
         return len(self.tokens) - len(self.tokens) % self.domain.layout.block_size
 
     def read(self) -> None:
-        """Compare every byte of what is matched or committed."""
-        verify(self.lease, self.domain, self.tokens)
+        """Compare every byte of what is matched or written."""
+        verify(self.lease, self.domain, self.tokens, self.num_written)
 
     def write(self, rng: Random) -> None:
-        """Fill the pages that are there, in two pieces, up to any token."""
-        start = self.lease.num_committed
-        stop = min(self.lease.capacity_tokens, len(self.tokens))
+        """Fill the rest of the pages that are there, in two pieces."""
+        start, stop = self.num_written, min(self.lease.capacity_tokens, len(self.tokens))
         middle = rng.randint(start, stop)
         fill(self.lease, self.domain, self.tokens, middle, stop)
         fill(self.lease, self.domain, self.tokens, start, middle)
+        self.num_written = stop
 
     def compute(self, rng: Random, stop: int | None = None) -> None:
         """Reserve what is missing up to `stop`, write and commit it."""
@@ -96,7 +121,30 @@ class Work:
 
     def commit(self, stop: int | None = None, *, timeout: float | None = None) -> None:
         """Commit up to `stop`, all that was written unless said."""
-        self.lease.commit(self.tokens[self.lease.num_committed : stop], timeout=timeout)
+        start = self.lease.num_committed
+        tokens = self.tokens[start : self.num_written if stop is None else stop]
+        try:
+            self.lease.commit(ids_of(tokens), extras=extras_of(tokens, start), timeout=timeout)
+        except Dropped:
+            self.read()  # it is good all the same
+            raise
+
+    def abort(self) -> None:
+        self.lease.abort()
+        self.num_written = self.lease.num_committed
+
+    def keep(self, num_tokens: int, tokens: Tokens) -> None:
+        """Keep so much of the beginning, and go on from there with these tokens."""
+        self.lease.release(keep_tokens=num_tokens)
+        self.begin(tokens)
+
+    def copy(self, source: Work) -> None:
+        """Copy the rows of another's that agree, as far as there are pages."""
+        stop = min(source.num_written, self.lease.capacity_tokens)
+        stop = _num_common(source.tokens[:stop], self.tokens)
+        if stop > self.num_written:
+            self.lease.copy_rows(source.lease, self.num_written, stop)
+            self.num_written = stop
 
     def views(self) -> list[NDArray[Any]]:
         """Writable views of all that is reserved."""
@@ -114,15 +162,19 @@ class Worker:
         self.endpoint = endpoint
         self.seed = seed
         self.number = number
-        self.prompts = prompts_of(seed)
+        self.kind = KINDS[number % len(KINDS)]
+        prompts = prompts_of(seed)
+        self.sequences = {domain: domain.sequences(prompts) for domain in DOMAINS}
         self.held: list[Work] = []
         self.stray: list[NDArray[Any]] = []
         self.happened: list[str] = []
+        self.season = LAYOUTS[0]
         self._attach()
 
     def do(self, place: int) -> Counter[str]:
         """Do the operation at this place of the sequence; how often what happened in it."""
         self.happened.clear()
+        self.season = LAYOUTS[place // SEASON_OPERATIONS % len(LAYOUTS)]
         operation, rng = self.draw(place)
         try:
             self._attempt(operation, rng)
@@ -184,7 +236,7 @@ class Worker:
         """Give up what was written, and perhaps compute it after all."""
         with self._match(rng, reserve=True) as work:
             work.write(rng)
-            work.lease.abort()
+            work.abort()
             work.read()
             if rng.random() < 0.5:
                 work.compute(rng)
@@ -214,7 +266,7 @@ class Worker:
             with suppress(Interrupted), _alarm(rng.random() * INTERRUPT_SECONDS):
                 work.lease.reserve(TOO_MANY * work.domain.layout.block_size, timeout=PATIENCE[1])
             if rng.random() < 0.5:
-                work.lease.abort()
+                work.abort()
             work.compute(rng)
             work.read()
 
@@ -222,7 +274,7 @@ class Worker:
         """Match, and keep the lease for later operations."""
         if len(self.held) == MAX_HELD:
             self.let_go(rng)
-        work = self._match(rng, reserve=rng.random() < 0.25)
+        work = self._match(rng, reserve=rng.random() < 0.25, exact_tail=rng.random() < 0.5)
         work.read()
         self.held.append(work)
 
@@ -271,13 +323,98 @@ class Worker:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(self._attempt, operations, map(Random, seeds)))
 
+    def tail(self, rng: Random) -> None:
+        """Match to the token; the rows of a block that agrees in part are not computed again."""
+        with self._match(rng, exact_tail=True, reserve=rng.random() < 0.5) as work:
+            if work.lease.num_tokens > work.lease.num_committed:
+                self.happened.append("tails")
+            work.read()
+            work.compute(rng)
+            work.read()
+
+    def fork(self, rng: Random) -> None:
+        """Go on from one beginning in two ways; rows behind the last whole block are copied."""
+        with self._match(rng, reserve=True) as work:
+            work.write(rng)
+            with self._fork(rng, work) as fork:
+                fork.read()
+                fork.compute(rng)
+                fork.read()
+            work.compute(rng)
+            work.read()
+
+    def keep(self, rng: Random) -> None:
+        """Give back all but some blocks, and go on from these in another way."""
+        with self._match(rng, reserve=True) as work:
+            work.compute(rng)
+            size, committed = work.domain.layout.block_size, work.lease.num_committed
+            if committed < size:
+                return
+            num_tokens = rng.randint(size, committed)
+            work.keep(num_tokens, self._sibling(rng, work, num_tokens - num_tokens % size))
+            self.happened.append("keeps")
+            work.compute(rng)
+            work.read()
+
+    def replace(self, rng: Random) -> None:
+        """Have a lease stand for something else."""
+        with self._match(rng, reserve=True) as work:
+            work.write(rng)
+            tokens = self._tokens(rng, work.domain)
+            work.lease.replace(
+                ids_of(tokens),
+                extras=extras_of(tokens),
+                reserve_tokens=rng.randint(0, len(tokens)),
+                exact_tail=rng.random() < 0.5,
+                timeout=rng.choice(PATIENCE),
+            )
+            work.begin(tokens)
+            self._note_match(work.lease)
+            work.read()
+            work.compute(rng)
+            work.read()
+
+    def pin(self, rng: Random) -> None:
+        """What is pinned stays, whatever others need meanwhile, unless it is dropped."""
+        domain = self._domain(rng)
+        tokens, namespace = self._tokens(rng, domain), self.namespaces[domain]
+        asked = {"tokens": ids_of(tokens), "extras": extras_of(tokens)}
+        num_drops = self._num_drops(domain)
+        end = time.monotonic() + (seconds := rng.random() * PIN_SECONDS)
+        try:
+            pinned = namespace.pin(**asked, seconds=seconds)
+        except LimitExceeded:
+            self.happened.append("pins_refused")
+            return
+        self.happened.append("pins" if pinned.pin else "pins_of_nothing")
+        self._attempt(Worker.prefill, rng)
+        with namespace.match(**asked) as lease:
+            self._note_match(lease)
+            if lease.num_tokens < pinned.num_tokens and time.monotonic() < end:
+                assert self._num_drops(domain) > num_drops, f"{pinned} did not stay"
+            verify(lease, domain, tokens)
+        if pinned.pin and rng.random() < 0.5:
+            self.client.unpin(pins=[pinned.pin])
+
+    def drop(self, rng: Random) -> None:
+        """Remove what follows any place of a sequence; seldom all of a namespace."""
+        domain = self._domain(rng)
+        tokens = self._tokens(rng, domain) if rng.random() < 0.9 else ()
+        self.namespaces[domain].drop(
+            ids_of(tokens), from_token=rng.randint(0, len(tokens) // 2), extras=extras_of(tokens)
+        )
+        self.happened.append("drops")
+
     def take_stock(self, rng: Random) -> None:
-        """The books agree at any time."""
+        """The books agree at any time, and no bound is passed."""
         status = self.client.status()
         (tier,) = status.tiers
         blocks = sum(namespace.num_blocks for namespace in status.namespaces)
         assert blocks == tier.pages["committed"], status
         assert tier.backed_bytes <= tier.capacity_bytes, status
+        for space in status.namespaces:
+            size = space.num_pages * space.page_bytes
+            assert not space.max_bytes or size <= space.max_bytes, space
 
     # --- what operations share ---
 
@@ -286,27 +423,77 @@ class Worker:
             operation(self, rng)
         except EXPECTED as error:
             self.happened.append(type(error).__name__)
+        except LeaseEnded:
+            if self.kind.maps:
+                raise  # the daemon keeps its leases as long as it lives
+            self.happened.append("LeaseEnded")
 
     def _attach(self) -> None:
-        self.client = Client(self.endpoint, name=f"client {self.number}")
+        self.client = self.kind.make(self.endpoint, f"client {self.number}", self.happened.append)
         self.namespaces = {domain: domain.open(self.client) for domain in DOMAINS}
 
-    def _match(self, rng: Random, *, reserve: bool = False, timeout: float | None = None) -> Work:
-        """Lease the beginning of any prompt, with some pages more where that is said."""
-        domain = rng.choice(DOMAINS)
-        # Some are asked for more often than others: they stay, and are hit.
-        prompt = self.prompts[int(len(self.prompts) * rng.random() ** 3)]
-        tokens = prompt[: rng.randint(1, len(prompt))]
-        reserve_tokens = rng.randint(1, len(tokens)) if reserve else 0
-        lease = self.namespaces[domain].match(
-            tokens, reserve_tokens=reserve_tokens, timeout=timeout or rng.choice(PATIENCE)
+    def _num_drops(self, domain: Domain) -> int:
+        return sum(
+            space.generation for space in self.client.status().namespaces if domain.has(space)
         )
+
+    def _domain(self, rng: Random) -> Domain:
+        """Any; most are of the season's layout."""
+        in_season = [domain for domain in DOMAINS if domain.layout == self.season]
+        return rng.choice(in_season if rng.random() < IN_SEASON else DOMAINS)
+
+    def _tokens(self, rng: Random, domain: Domain) -> Tokens:
+        """The beginning of any sequence."""
+        # Some are asked for more often than others: they stay, and are hit.
+        sequences = self.sequences[domain]
+        tokens = sequences[int(len(sequences) * rng.random() ** 3)]
+        return tokens[: rng.randint(1, len(tokens))]
+
+    def _sibling(self, rng: Random, work: Work, num_tokens: int) -> Tokens:
+        """Any sequence that begins with so many tokens of this work."""
+        start = work.tokens[:num_tokens]
+        sequences = self.sequences[work.domain]
+        return rng.choice([tokens for tokens in sequences if tokens[:num_tokens] == start])
+
+    def _match(
+        self,
+        rng: Random,
+        *,
+        reserve: bool = False,
+        exact_tail: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Lease the beginning of any sequence, with some pages more where that is said."""
+        domain = self._domain(rng)
+        tokens = self._tokens(rng, domain)
+        lease = self.namespaces[domain].match(
+            ids_of(tokens),
+            extras=extras_of(tokens),
+            reserve_tokens=rng.randint(1, len(tokens)) if reserve else 0,
+            exact_tail=exact_tail,
+            timeout=timeout or rng.choice(PATIENCE),
+        )
+        self._note_match(lease)
+        return Work(lease, domain, tokens)
+
+    def _fork(self, rng: Random, work: Work) -> Work:
+        """Another work with the same blocks, and the rows behind these that agree."""
+        lease = work.lease.fork(
+            reserve_tokens=rng.randint(0, len(work.tokens)), timeout=rng.choice(PATIENCE)
+        )
+        self.happened.append("forks")
+        fork = Work(lease, work.domain, self._sibling(rng, work, lease.num_committed))
+        fork.copy(work)
+        return fork
+
+    def _note_match(self, lease: Lease) -> None:
         if lease.shortage:
             self.happened.append("shortages")
         if not lease.is_open:
             raise DaemonUnavailable("a miss in an outage")
         self.happened.append("hits" if lease.num_tokens else "misses")
-        return Work(lease, domain, tokens)
+        if lease.num_tokens and not self.kind.maps:
+            self.happened.append("copies")
 
     def _take(self, rng: Random) -> Work:
         """A lease that was held meanwhile; whoever takes it puts it back or ends it."""
@@ -314,6 +501,22 @@ class Worker:
             self.hold(rng)
         return self.held.pop(rng.randrange(len(self.held)))
 
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a worker reaches the daemon. Where nothing is mapped, its leases end with silence."""
+
+    is_async: bool = False
+    maps: bool = True
+
+    def make(self, endpoint: str, name: str, note: Callable[[str], None]) -> Client:
+        if self.is_async:
+            return Awaiting.of(AsyncClient, endpoint, name=name, maps=self.maps, note=note)
+        return Client(endpoint, name=name, maps=self.maps)
+
+
+# In turn; of a few clients each is another.
+KINDS = (Kind(), Kind(is_async=True), Kind(maps=False), Kind(), Kind(is_async=True, maps=False))
 
 Operation: TypeAlias = Callable[[Worker, Random], None]
 
@@ -326,8 +529,8 @@ OPERATIONS: dict[Operation, int] = {
     Worker.give_up: 3,
     Worker.abort: 6,
     Worker.end_in_use: 4,
-    Worker.ask_too_much: 3,
-    Worker.interrupt: 2,
+    Worker.ask_too_much: 2,
+    Worker.interrupt: 1,
     Worker.hold: 8,
     Worker.go_on: 8,
     Worker.let_go: 6,
@@ -335,10 +538,32 @@ OPERATIONS: dict[Operation, int] = {
     Worker.lose_in_use: 3,
     Worker.reattach: 2,
     Worker.together: 6,
+    Worker.tail: 10,
+    Worker.fork: 8,
+    Worker.keep: 6,
+    Worker.replace: 6,
+    Worker.pin: 4,
+    Worker.drop: 2,
     Worker.take_stock: 2,
 }
 # These touch nothing that the worker keeps, and so can be done in several threads at once.
-ALONE: tuple[Operation, ...] = (Worker.look, Worker.prefill, Worker.decode, Worker.repeat)
+ALONE: tuple[Operation, ...] = (
+    Worker.look,
+    Worker.prefill,
+    Worker.decode,
+    Worker.repeat,
+    Worker.tail,
+    Worker.fork,
+    Worker.keep,
+)
+
+
+def _num_common(some: Tokens, others: Tokens) -> int:
+    """How many tokens agree from the first on."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next(
+        (place for place, (one, other) in pairs if one != other), min(len(some), len(others))
+    )
 
 
 def _expect(kind: type[KvdError], call: Callable[[], None]) -> None:
@@ -346,7 +571,7 @@ def _expect(kind: type[KvdError], call: Callable[[], None]) -> None:
         call()
     except kind:
         return
-    raise AssertionError(f"{call.__qualname__} did not raise {kind.__name__}")
+    raise AssertionError(f"{call} did not raise {kind.__name__}")
 
 
 def _late(call: Callable[[], object]) -> None:
