@@ -169,7 +169,7 @@ class ClientBase:
                 pins=tuple(pins),
             )
             # The session may be over by then; pins are an owner's, not a session's.
-            with contextlib.suppress(NotAttached):
+            with contextlib.suppress(NotAttached, StaleEpoch):
                 reply = yield from self.request(session, checked(request), deadline, UnpinReply)
                 return reply.num_pins
 
