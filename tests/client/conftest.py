@@ -31,6 +31,7 @@ def daemon() -> Iterator[RunningDaemon]:
 def connect(daemon: RunningDaemon) -> Iterator[Callable[[], Client]]:
     """Makes clients; when all are closed, the daemon holds nothing for them."""
     clients: list[Client] = []
+    gc.freeze()  # what was there before is long to search, and holds nothing of this test
 
     def connect() -> Client:
         clients.append(Client(daemon.endpoint, timeout=30.0))
@@ -42,6 +43,7 @@ def connect(daemon: RunningDaemon) -> Iterator[Callable[[], Client]]:
     while clients:
         clients.pop().close()
     gc.collect()  # the frames of expected exceptions hold leases
+    gc.unfreeze()
     with Client(daemon.endpoint, timeout=30.0) as observer:
         eventually(lambda: len(observer.status().sessions) == 1, 10.0)
         eventually(lambda: pages(observer).keys() <= {"unbacked", "free", "committed"}, 10.0)

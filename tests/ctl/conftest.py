@@ -1,4 +1,4 @@
-"""One daemon for the tests of a module, and `kvd-ctl` in a process of its own."""
+"""One daemon for the tests of a module, and `kvd-ctl` here or in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
+from typer.testing import CliRunner
 
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Client
+from kvd_ctl.__main__ import app
 from tests.e2e.support import IDENTITY, LAYOUT, settings
 
 if TYPE_CHECKING:
+    from click.testing import Result
+
     from kvd_client import Namespace
 
 Done: TypeAlias = subprocess.CompletedProcess[str]
@@ -31,6 +35,11 @@ def run(*args: object, stdin: str = "", **environment: str) -> Done:
         timeout=60,
         env=os.environ | environment,
     )
+
+
+def run_here(*args: object, stdin: str = "", **environment: str) -> Result:
+    """`kvd-ctl` in this process, which need not import it again."""
+    return CliRunner().invoke(app, [*map(str, args)], input=stdin, env=environment)
 
 
 def run_on_terminal(*args: object, answer: str = "", **environment: str) -> tuple[int, str]:
@@ -84,8 +93,8 @@ def ctl(daemon: RunningDaemon) -> Callable[..., str]:
     """`kvd-ctl` on this daemon, which succeeds: what it prints."""
 
     def ctl(*args: object, stdin: str = "") -> str:
-        done = run(*args, "--timeout", 30, stdin=stdin, KVD_ENDPOINT=daemon.endpoint)
-        assert (done.returncode, done.stderr) == (0, ""), done
+        done = run_here(*args, "--timeout", 30, stdin=stdin, KVD_ENDPOINT=daemon.endpoint)
+        assert (done.exit_code, done.stderr) == (0, ""), done
         return done.stdout
 
     return ctl

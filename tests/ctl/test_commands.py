@@ -76,6 +76,7 @@ def test_sessions_tell_who_is_attached(client: Client, ctl: Ctl) -> None:
     assert line.split()[1:3] == ["engine", str(os.getpid())]
 
 
+@pytest.mark.usefixtures("number")
 def test_sessions_as_json_have_their_latency(client: Client, ask: Ask) -> None:
     (engine,) = (each for each in ask("sessions") if each["client"] == "engine")
     assert engine["request_p99_us"] >= engine["request_p50_us"] >= 0

@@ -11,7 +11,7 @@ import pytest
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import Client
-from tests.ctl.conftest import Done, run
+from tests.ctl.conftest import Done, run, run_here
 from tests.e2e.support import settings
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def complaint(done: Done) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
+    done = run_here(command, "--help")
+    assert done.exit_code == 0
     assert f"Example: kvd-ctl {command}" in done.stdout
 
 
@@ -93,8 +93,8 @@ def test_a_daemon_that_takes_no_more_sessions_is_one_line() -> None:
     ],
 )
 def test_wrong_usage_is_told_before_kvd_is_asked(args: list[object]) -> None:
-    done = run(*args, KVD_ENDPOINT="ipc:///nowhere/kvd.sock")
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run_here(*args, KVD_ENDPOINT="ipc:///nowhere/kvd.sock")
+    assert (done.exit_code, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize(
