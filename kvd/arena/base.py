@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -87,6 +88,12 @@ class Arena:
         # numpy would take a negative page from the end, and cut a run that is too long.
         if not (first >= 0 and count >= 1 and first + count <= self.num_pages):
             raise IndexError(f"pages {first} to {first + count - 1} of {self.num_pages}")
+
+
+def punch(fd: int, start: int, size: int) -> None:
+    """Take memory of a file on a tmpfs back; what is read there from then on is zeros."""
+    with mmap.mmap(fd, size, offset=start) as piece:
+        piece.madvise(mmap.MADV_REMOVE)
 
 
 def slice_offsets(layout: Layout, num_pages: int, first: int) -> range:

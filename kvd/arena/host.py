@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.arena.base import Arena, slice_offsets
+from kvd.arena.base import Arena, punch, slice_offsets
 from kvd.protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class HostArena:
         """Take the memory of whole extents back; nobody may hold these pages."""
         size = run.count * self.layout.slice_bytes
         for offset in slice_offsets(self.layout, self.num_pages, run.first):
-            with mmap.mmap(self._fd, size, offset=offset) as piece:
-                piece.madvise(mmap.MADV_REMOVE)
+            punch(self._fd, offset, size)
 
     def close(self) -> None:
         """Unlink the file; who maps it keeps the memory until it lets go. Idempotent."""

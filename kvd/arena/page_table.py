@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.arena.base import punch
+
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
@@ -216,8 +218,7 @@ class PageTableFile:
             stop // mmap.PAGESIZE * mmap.PAGESIZE,
         )
         if start < stop:
-            with mmap.mmap(self._fd, stop - start, offset=start) as piece:
-                piece.madvise(mmap.MADV_REMOVE)
+            punch(self._fd, start, stop - start)
 
     def close(self) -> None:
         """Unlink the file. Idempotent."""
