@@ -29,8 +29,9 @@ class Awaiting:
     loop: asyncio.AbstractEventLoop
 
     @classmethod
-    def of(cls, kind: type[AsyncClient], *args: Any, note: Callable[[str], None], **kw: Any) -> Any:
-        return cls(kind(*args, **kw), note, _loop())
+    def client(cls, endpoint: str, *, note: Callable[[str], None], **options: Any) -> Any:
+        """It may be used as a Client; `note` is told of each call that was cancelled."""
+        return cls(AsyncClient(endpoint, **options), note, _loop())
 
     def __enter__(self) -> Self:
         return self

@@ -311,7 +311,7 @@ def expect_enough(stress: Stress, num_clients: int, num_operations: int) -> None
             "refusals": total // 400,
             "blocks_evicted": total // 10,
             "pages_quarantined": total // 100,
-            "read_back": total // 100,
+            "read_back": total // 200,
             "tails": total // 100,
             "forks": total // 50,
             "keeps": total // 100,

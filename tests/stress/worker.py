@@ -33,7 +33,6 @@ from kvd_client import (
     OutOfPages,
     PagesInUse,
 )
-from kvd_client.aio import AsyncClient
 from tests.stress.awaiting import Awaiting
 from tests.stress.content import (
     DOMAINS,
@@ -511,7 +510,7 @@ class Kind:
 
     def make(self, endpoint: str, name: str, note: Callable[[str], None]) -> Client:
         if self.is_async:
-            return Awaiting.of(AsyncClient, endpoint, name=name, maps=self.maps, note=note)
+            return Awaiting.client(endpoint, name=name, maps=self.maps, note=note)
         return Client(endpoint, name=name, maps=self.maps)
 
 
@@ -555,6 +554,7 @@ ALONE: tuple[Operation, ...] = (
     Worker.tail,
     Worker.fork,
     Worker.keep,
+    Worker.replace,
 )
 
 
