@@ -57,8 +57,7 @@ class LimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     sessions: Count = 1024
-    process_sessions: Count = 64
-    session_leases: Count = 16_384
+    session_leases: Count = 4096
     session_reserved_fraction: Fraction = 0.9
     namespaces: Count = 1024
     session_namespaces: Count = 256

@@ -221,7 +221,7 @@ class Core:
             return  # of a newer daemon: whoever asked runs into the deadline
         self.num_received += 1
         error = _error_of(reply)
-        if is_probe := reply.id == self._probe:
+        if is_probe := self._probe != 0 and reply.id == self._probe:
             self._probe = 0
         if isinstance(reply, AttachReply):
             self._attached(reply)

@@ -39,6 +39,7 @@ from kvd.cache.plan import (
     Reserved,
     Short,
     Unback,
+    merged,
 )
 from kvd.cache.rows import rows_of
 from kvd.cache.state import CacheState
@@ -86,6 +87,8 @@ logger = logging.getLogger(__name__)
 BACKING_PAUSE_SECONDS = 5.0
 # The session, which no client has, of leases that the daemon itself holds.
 OWN_SESSION = 0
+# So often a reserve may evict blocks of another layout, without yet making an extent whole.
+MAX_TRIES = 4
 # Of who holds most pages, a shortage names so many.
 NUM_HOLDERS = 5
 
@@ -247,7 +250,7 @@ class Manager:
     def reserve_now(self, lease: Lease, start: int, stop: int, ahead: int) -> Runs | None:
         """The pages, if they can be had without waiting and without overtaking who waits."""
         have = len(lease.granted)  # what was granted before is granted again
-        if stop >= have and any(_rivals(lease, other.lease) for other in self._waiters):
+        if stop >= have and any(_holds_up(other, lease) for other in self._waiters):
             if stop > have:
                 return None
             ahead = 0
@@ -257,13 +260,14 @@ class Manager:
 
     def _reserve(self, lease: Lease, start: int, stop: int, ahead: int) -> Granted | Short:
         """Ask the state for pages until it answers with some, or with what is to be waited for."""
-        while True:
+        for _ in range(MAX_TRIES):
             answer = self.state.reserve(lease, start, stop, ahead)
             self._write(answer.plan)
             # What was evicted elsewhere, without memory on its way, may serve the next try.
             is_done = any(isinstance(step, Back) for step in answer.plan) or not answer.plan
             if isinstance(answer, Granted) or is_done:
-                return answer
+                break
+        return answer
 
     async def reserve(
         self, lease: Lease, start: int, stop: int, ahead: int, seconds: float
@@ -297,16 +301,20 @@ class Manager:
         return CommitResult(runs_of(answer.pages), answer.num_duplicates)
 
     def abort(self, session: int, leases: Sequence[int]) -> None:
+        plan: Plan = []
         for lease_id in leases:
             if lease := self.state.leases.find(session, lease_id):
-                self._carry_out(self.state.abort(lease))
+                plan += self.state.abort(lease)
+        self._carry_out(merged(plan))
 
     def release(self, session: int, leases: Sequence[int], keep_blocks: int = 0) -> None:
+        plan: Plan = []
         for lease_id in leases:
             if not keep_blocks:
-                self._carry_out(self.state.release(session, lease_id))
+                plan += self.state.release(session, lease_id)
             elif lease := self.state.leases.find(session, lease_id):
-                self._carry_out(self.state.keep(lease, keep_blocks))
+                plan += self.state.keep(lease, keep_blocks)
+        self._carry_out(merged(plan))
 
     def release_others(self, session: int, living: Sequence[int]) -> None:
         """Release what a session holds beside the leases that it says it has."""
@@ -315,7 +323,7 @@ class Manager:
         self.release(session, [lease_id for lease_id in extra if lease_id not in keep])
 
     def end_session(self, session: int) -> None:
-        self._carry_out(self.state.end_session(session))
+        self._carry_out(merged(self.state.end_session(session)))
 
     def session_gone(self, session: int) -> None:
         self._carry_out(self.state.session_gone(session))
@@ -483,14 +491,14 @@ class Manager:
 
         Who cannot be served holds up those behind who want the same pages, and nobody else.
         """
-        unserved: list[Lease] = []
+        unserved: list[_Waiter] = []
         for waiter in list(self._waiters):
             lease = waiter.lease
-            is_held_up = any(_rivals(lease, other) for other in unserved)
+            is_held_up = any(_holds_up(other, lease) for other in unserved)
             if is_held_up and self.state.leases.has(lease):
                 continue
             if not waiter.done.is_set() and not self._try_serve(waiter):
-                unserved.append(lease)
+                unserved.append(waiter)
         self._waiters = deque(waiter for waiter in self._waiters if not waiter.done.is_set())
 
     def _try_serve(self, waiter: _Waiter) -> bool:
@@ -549,6 +557,8 @@ class Manager:
                     await function(*args)
                 except TierFailed as error:
                     logger.error("reason=tier_failed %s", error)
+                except Exception:
+                    logger.exception("reason=internal work on memory failed")
 
     async def _back(self, arena: ArenaState, piece: Run) -> None:
         try:
@@ -594,10 +604,15 @@ def out_of_pages(shortage: Shortage) -> OutOfPages:
     )
 
 
-def _rivals(lease: Lease, other: Lease) -> bool:
-    """Whether two leases want pages of the same kind."""
-    mine, theirs = lease.namespace, other.namespace
-    return mine is theirs or (mine.arena is theirs.arena and not theirs.quota.max_bytes)
+def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
+    """Whether a waiter wants the pages that the lease could have.
+
+    Who waits for its namespace's quota wants none but that namespace's.
+    """
+    space, mine = waiter.lease.namespace, lease.namespace
+    wanted = waiter.stop - len(waiter.lease.granted)
+    is_at_quota = space.num_pages + wanted > space.max_pages
+    return mine is space or (mine.arena is space.arena and not is_at_quota)
 
 
 def _pages(lease: Lease, runs: Runs) -> Pages:

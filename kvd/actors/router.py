@@ -234,6 +234,7 @@ class Router:
         """Have a request answered when it can be; of one session only so many wait."""
         if session.num_waiting >= (most := self._config.limits.session_waiting):
             later.close()
+            self._undo(session.identity, request)
             raise LimitExceeded(f"{most} requests of this session wait already")
         session.num_waiting += 1
         self._later.append((session, request, later))
@@ -262,15 +263,17 @@ class Router:
     def _send_pages(self, identity: bytes, answer: Answer) -> None:
         """Send page memory where it lies; its pages are held until ZeroMQ is done with it."""
         assert answer.lease is not None
+        hold = self._transfers.hold(answer.lease)
         message: list[Any] = [identity, encode(answer.reply), *answer.frames]
         try:
             tracker = self._socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
+            self._transfers.let_go(hold)
             self.counters["replies_undeliverable"] += 1
             logger.debug("pages undeliverable: %s", error)
         else:
             assert tracker is not None
-            self._transfers.begin(answer.lease, tracker)
+            self._transfers.sent(hold, tracker)
 
     def _undo(self, identity: bytes, request: AnyRequest) -> None:
         """Nobody will ever know of these leases."""

@@ -87,8 +87,6 @@ class SessionTable:
         """Open a session for a connection that has none."""
         if len(self._by_identity) >= self._limits.sessions:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
-        if pid and sum(s.pid == pid for s in self) >= self._limits.process_sessions:
-            raise LimitExceeded(f"process {pid} has {self._limits.process_sessions} sessions")
         number = secrets.randbits(63) | 1
         secret = f"{number:016x}-{secrets.token_hex(16)}"
         session = Session(number, identity, client, pid, secret)

@@ -29,7 +29,7 @@ class TierActor(Actor):
         return await self._ask(self.tier.create_arena, layout, fingerprint)
 
     async def back(self, arena: TierArena, run: Run) -> None:
-        """Give memory to one piece of at most `backing_pages` pages; raises TierFailed."""
+        """Give memory to one piece of at most what `backing_pieces` makes; raises TierFailed."""
         await self._ask(arena.back, run)
 
     async def unback(self, arena: TierArena, run: Run) -> None:

@@ -17,23 +17,33 @@ class Tracker(Protocol):
 
 
 class Transfers:
-    """Messages under way whose frames are page memory: each holds a lease of the daemon's own."""
+    """Messages under way whose frames are page memory: each has a lease of the daemon's own."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._sending: list[tuple[int, Tracker]] = []
 
-    def begin(self, lease: Lease, tracker: Tracker) -> None:
-        """Hold the blocks of a lease, whatever becomes of it, until the message has left."""
+    def hold(self, lease: Lease) -> int:
+        """Hold the blocks of a lease, whatever becomes of it; before anything of them is sent.
+
+        Raises LimitExceeded where no lease is to be had for it.
+        """
         self.end_done()
-        if not tracker.done:
-            self._sending.append((self._manager.hold(lease), tracker))
+        return self._manager.hold(lease)
+
+    def let_go(self, hold: int) -> None:
+        """Nothing was sent."""
+        self._manager.let_go(hold)
+
+    def sent(self, hold: int, tracker: Tracker) -> None:
+        """Let go when the message has left, or its client is gone."""
+        if tracker.done:
+            self._manager.let_go(hold)
+        else:
+            self._sending.append((hold, tracker))
 
     def end_done(self) -> None:
-        """Let go of what has left, or whose client is gone."""
+        """Let go of what has left meanwhile."""
         sending, self._sending = self._sending, []
         for hold, tracker in sending:
-            if tracker.done:
-                self._manager.let_go(hold)
-            else:
-                self._sending.append((hold, tracker))
+            self.sent(hold, tracker)

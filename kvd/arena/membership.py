@@ -106,8 +106,8 @@ def remove_if_unheld(path: Path) -> bool:
 def _probe(path: Path, *, remove: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        # Somebody else removed it, and with it the only way to tell: the processes may live.
+    except OSError:
+        # Somebody else removed it, or it cannot be opened now: the processes may live.
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

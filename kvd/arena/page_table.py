@@ -129,11 +129,13 @@ class PageTable:
         index = np.asarray(pages, np.int64)
         records = self.records[index]
         parents = np.concatenate(([parent], index[:-1]))
+        # Where there is none its own record stands in: any other might have no memory to read.
+        known = np.where(parents == NO_PARENT, index, parents)
         records["state"] = PageState.COMMITTED
         records["session"] = 0
         records["parent"] = parents
         records["parent_generation"] = np.where(
-            parents == NO_PARENT, 0, self.records["generation"][parents]
+            parents == NO_PARENT, 0, self.records["generation"][known]
         )
         records["namespace"] = namespace
         records["group"] = group

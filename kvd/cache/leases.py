@@ -70,6 +70,9 @@ class LeaseTable:
     def of_session(self, session: int) -> list[Lease]:
         return list(self._by_session.get(session, {}).values())
 
+    def count(self, session: int) -> int:
+        return len(self._by_session.get(session, ()))
+
     def find(self, session: int, lease: int) -> Lease | None:
         return self._by_session.get(session, {}).get(lease)
 

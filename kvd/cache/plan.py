@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.leases import Lease
@@ -95,6 +97,18 @@ Step: TypeAlias = (
     Reserved | Committed | Dropped | Freed | Quarantined | Ended | Back | Unback | Removed
 )
 Plan: TypeAlias = list[Step]
+
+
+def merged(plan: Plan) -> Plan:
+    """A plan that only ends things, with one step for all pages that it frees in an arena."""
+    freed: dict[int, list[Pages]] = {}
+    others: Plan = []
+    for step in plan:
+        if isinstance(step, Freed):
+            freed.setdefault(step.arena, []).append(step.pages)
+        else:
+            others.append(step)
+    return [*others, *(Freed(arena, np.concatenate(pages)) for arena, pages in freed.items())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,8 @@ class CacheState:
         found: Found,
         now: float,
     ) -> Lease:
-        if len(self.leases.of_session(session)) >= self.limits.session_leases:
+        # Session 0 is the daemon's own.
+        if session and self.leases.count(session) >= self.limits.session_leases:
             raise LimitExceeded(f"a session may hold {self.limits.session_leases} leases")
         slot, generation = self.leases.take_slot()
         lease = Lease(

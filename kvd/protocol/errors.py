@@ -74,7 +74,7 @@ class Dropped(KvdError):
 class OutOfPages(KvdError):
     """Raised when pages could not be had within the deadline.
 
-    `details`: `num_free`, `num_locked`, `num_reserved`, `num_quarantined`, `num_pages`.
+    `details` are the fields of `Shortage`: how the pages stand, and who holds most of them.
     """
 
     code = "out_of_pages"

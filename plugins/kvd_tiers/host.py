@@ -70,12 +70,16 @@ class HostTierArena(TierArena):
             self._records.back(run)
             self._arena.back(run)
         except OSError as error:
+            self.unback(run)
             size = format_bytes(run.count * self.layout.page_bytes)
             raise TierFailed(f"{size} more for {self.path}: {error.strerror}") from error
 
     def unback(self, run: Run) -> None:
-        self._arena.unback(run)
-        self._records.unback(run)
+        try:
+            self._arena.unback(run)
+            self._records.unback(run)
+        except OSError as error:
+            raise TierFailed(f"memory of {self.path} cannot be taken back: {error}") from error
 
     def close(self) -> None:
         self._arena.close()
