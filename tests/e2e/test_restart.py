@@ -35,6 +35,33 @@ if TYPE_CHECKING:
     from tests.arena.conftest import Child
 
 
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(settings()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(shared_daemon: RunningDaemon) -> RunningDaemon:
+    """The daemon of all these tests, which runs and has no session when each of them begins."""
+    if not shared_daemon.is_running:
+        shared_daemon.start()
+    with Client(shared_daemon.endpoint, timeout=30.0) as observer:
+        assert observer.wait_attached(30.0)
+        eventually(lambda: len(observer.status().sessions) == 1)
+    return shared_daemon
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+@pytest.fixture
+def namespace(client: Client, salt: str) -> Namespace:
+    return client.open(IDENTITY, LAYOUT, salt=salt)
+
+
 def matched_again(namespace: Namespace) -> Lease:
     """The first lease of the daemon that is there now."""
     return eventually(lambda: (lease := namespace.match(tokens_of(99, 1))).is_open and lease)
@@ -195,7 +222,8 @@ except KvdError as error:
 """
     waiting = program(code)
     assert waiting.says() == "128"
-    eventually(lambda: client.status().counters["requests"] >= 5)
+    before = client.status().counters["requests"]
+    eventually(lambda: client.status().counters["requests"] >= before + 5)
     daemon.kill()
     assert waiting.says() == "DaemonUnavailable"
 
@@ -211,9 +239,9 @@ def quick(daemon: RunningDaemon) -> Iterator[Client]:
 
 
 def test_a_daemon_that_stands_still_costs_one_deadline_and_then_nothing(
-    daemon: RunningDaemon, quick: Client
+    daemon: RunningDaemon, quick: Client, salt: str
 ) -> None:
-    namespace = quick.open(IDENTITY, LAYOUT)
+    namespace = quick.open(IDENTITY, LAYOUT, salt=salt)
     assert namespace.match(tokens_of(1, 4), timeout=30.0).is_open
     daemon.pause()
     assert not namespace.match(tokens_of(1, 4)).is_open
@@ -225,8 +253,10 @@ def test_a_daemon_that_stands_still_costs_one_deadline_and_then_nothing(
     assert quick.wait_attached(30.0)
 
 
-def test_leases_are_good_when_the_daemon_goes_on(daemon: RunningDaemon, quick: Client) -> None:
-    namespace = quick.open(IDENTITY, LAYOUT)
+def test_leases_are_good_when_the_daemon_goes_on(
+    daemon: RunningDaemon, quick: Client, salt: str
+) -> None:
+    namespace = quick.open(IDENTITY, LAYOUT, salt=salt)
     store(namespace, tokens_of(1, 4))
     reader = namespace.match(tokens_of(1, 4), timeout=30.0)
     writer = namespace.match(tokens_of(2, 4), reserve_tokens=4 * BLOCK, timeout=30.0)
@@ -244,9 +274,9 @@ def test_leases_are_good_when_the_daemon_goes_on(daemon: RunningDaemon, quick: C
 
 
 def test_a_match_that_nobody_waited_for_leaves_no_lease(
-    daemon: RunningDaemon, quick: Client
+    daemon: RunningDaemon, quick: Client, salt: str
 ) -> None:
-    namespace = quick.open(IDENTITY, LAYOUT)
+    namespace = quick.open(IDENTITY, LAYOUT, salt=salt)
     assert namespace.match(tokens_of(1, 4), timeout=30.0).is_open
     daemon.pause()
     for seed in range(5):
@@ -257,8 +287,10 @@ def test_a_match_that_nobody_waited_for_leaves_no_lease(
     assert "reserved" not in pages(quick)
 
 
-def test_a_commit_that_timed_out_can_be_made_again(daemon: RunningDaemon, quick: Client) -> None:
-    namespace = quick.open(IDENTITY, LAYOUT)
+def test_a_commit_that_timed_out_can_be_made_again(
+    daemon: RunningDaemon, quick: Client, salt: str
+) -> None:
+    namespace = quick.open(IDENTITY, LAYOUT, salt=salt)
     lease = namespace.match(tokens_of(1, 4), reserve_tokens=4 * BLOCK, timeout=30.0)
     write(lease, tokens_of(1, 4), 0, 4 * BLOCK)
     daemon.pause()
@@ -271,9 +303,9 @@ def test_a_commit_that_timed_out_can_be_made_again(daemon: RunningDaemon, quick:
 
 
 def test_a_release_is_not_lost_on_a_daemon_that_stands_still(
-    daemon: RunningDaemon, quick: Client
+    daemon: RunningDaemon, quick: Client, salt: str
 ) -> None:
-    namespace = quick.open(IDENTITY, LAYOUT)
+    namespace = quick.open(IDENTITY, LAYOUT, salt=salt)
     leases = [namespace.match(tokens_of(seed, 1), timeout=30.0) for seed in range(5)]
     assert all(lease.is_open for lease in leases)
     daemon.pause()
