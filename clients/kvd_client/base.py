@@ -24,9 +24,11 @@ from kvd.protocol.errors import (
     BadRequest,
     DaemonUnavailable,
     DeadlineExceeded,
+    KvdError,
     LimitExceeded,
     NotAttached,
     StaleEpoch,
+    TierFailed,
     UnknownNamespace,
 )
 from kvd.protocol.keys import Identity, check_identity
@@ -35,6 +37,7 @@ from kvd.protocol.messages import (
     NO_REPLY,
     AnyReply,
     AnyRequest,
+    CloseRequest,
     DropItem,
     DropReply,
     DropRequest,
@@ -308,6 +311,16 @@ class ClientBase:
         self._connection.core.living.pop(lease_id, None)
         self.post(session, ReleaseRequest(id=NO_REPLY, epoch=session.epoch, leases=(lease_id,)))
 
+    def close_namespace(self, binding: Binding) -> None:
+        """End what this client has of a namespace."""
+        for lease in [each for each in self._leases if each.is_of(binding)]:
+            lease.release()
+        session = binding.session
+        self.post(
+            session,
+            CloseRequest(id=NO_REPLY, epoch=session.epoch, namespace=binding.namespace),
+        )
+
     def next_id(self) -> int:
         return self.connection.core.next_id()
 
@@ -338,6 +351,15 @@ class NamespaceBase:
         self._binding: Binding | None = None
         client._namespaces.add(self)
 
+    def close(self) -> None:
+        """Have the daemon close it: this client's leases of it end, their pages are let go of.
+
+        It is opened anew at its next use. Raises PagesInUse while a writable view of them lives.
+        """
+        binding, self._binding = self._binding, None
+        if binding is not None:
+            self._client.close_namespace(binding)
+
     def unbind(self) -> None:
         """Let go of the mapping; views of it that live keep it, and the session's lock with it."""
         self._binding = None
@@ -350,7 +372,9 @@ class NamespaceBase:
                 binding = yield from self._bind(session, deadline)
                 return (yield from use(binding))
             except (NotAttached, StaleEpoch, UnknownNamespace):
-                continue  # the daemon was restarted: the session, or its want, ends this loop
+                # The daemon was restarted, or the namespace closed: the session, or its want, ends
+                # this loop.
+                self._binding = None
 
     def _bind(self, session: Session, deadline: float) -> Operation[Binding]:
         if (bound := self._binding) is not None and bound.session is session:
@@ -371,7 +395,7 @@ class NamespaceBase:
         if session.lock is not None:
             try:
                 return MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
-            except OSError as error:  # a restart between the reply and here, or no right to it
+            except (OSError, KvdError) as error:  # a restart meanwhile, or no right to it
                 logger.warning("the arena cannot be mapped; blocks are copied instead: %s", error)
         return Mirror(self.layout, reply.num_pages)
 
@@ -419,8 +443,12 @@ class NamespaceBase:
         return self._unless_away(self._bound(deadline, use))
 
     def _unless_away(self, operation: Operation[None]) -> Operation[None]:
-        with contextlib.suppress(DaemonUnavailable, DeadlineExceeded):
+        try:
             yield from operation
+        except (DaemonUnavailable, DeadlineExceeded):
+            pass
+        except TierFailed as error:  # it has no memory to make an arena of
+            logger.warning("going on without kvd: %s", error)
 
     def _pin(
         self,

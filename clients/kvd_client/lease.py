@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
@@ -104,18 +105,22 @@ class Binding:
                 self._tensor = as_tensor(self.arena.readable.pages, self.arena.layout)
         return self._tensor
 
-    def populate_read(self, pages: Pages) -> None:
+    def populate_read(self, pages: Pages, populating: _Populating) -> None:
         """Fault pages in for reading, in the background, those that were not yet."""
         if not isinstance(self.arena, Mirror):
-            self._populate(pages, self._read, self.arena.populate_read)
+            self._populate(pages, self._read, self.arena.populate_read, populating)
 
-    def populate_write(self, pages: Pages) -> None:
+    def populate_write(self, pages: Pages, populating: _Populating) -> None:
         """Fault reserved pages in for writing, in the background, those that were not yet."""
         if not isinstance(self.arena, Mirror):
-            self._populate(pages, self._written, self.arena.populate_write)
+            self._populate(pages, self._written, self.arena.populate_write, populating)
 
     def _populate(
-        self, pages: Pages, done: NDArray[np.bool_], populate: Callable[[Run], None]
+        self,
+        pages: Pages,
+        done: NDArray[np.bool_],
+        populate: Callable[[Run], Iterator[None]],
+        populating: _Populating,
     ) -> None:
         if len(pages) < self._least_pages:
             return
@@ -123,12 +128,35 @@ class Binding:
         if len(pages) < self._least_pages:
             return
         done[pages] = True
+        populating.begin(chain.from_iterable(map(populate, runs_of(pages))))
 
-        def run() -> None:
-            for run in runs_of(pages):
-                populate(run)
 
-        threading.Thread(target=run, name="kvd-populate", daemon=True).start()
+class _Populating:
+    """The faulting in of a lease's pages, in threads; no step of it comes after its end.
+
+    A page that was given back, and is touched then, would have memory that nobody counts.
+    """
+
+    def __init__(self) -> None:
+        # One that the collector may take again, should it end the lease within a step.
+        self._step = threading.RLock()
+        self._is_over = False
+
+    def begin(self, steps: Iterator[None]) -> None:
+        threading.Thread(target=self._run, args=(steps,), name="kvd-populate", daemon=True).start()
+
+    def _run(self, steps: Iterator[None]) -> None:
+        while self._take(steps):
+            pass
+
+    def _take(self, steps: Iterator[None]) -> bool:
+        with self._step:
+            return not self._is_over and next(steps, self) is not self
+
+    def end(self) -> None:
+        """Wait for the step under way, a few milliseconds at most, and have no other."""
+        with self._step:
+            self._is_over = True
 
 
 class LeaseBase:
@@ -183,6 +211,14 @@ class LeaseBase:
         """Tokens for which the block table has pages."""
         return len(self.pages) * self.layout.block_size
 
+    def is_of(self, binding: Binding) -> bool:
+        """Whether it is a lease of this namespace, as this session knows it."""
+        own = self._binding
+        return own is not None and (own.session, own.namespace) == (
+            binding.session,
+            binding.namespace,
+        )
+
     def check(self) -> None:
         """Raise LeaseEnded if the pages may have been another's since they were used."""
         if not self.is_open:
@@ -212,12 +248,14 @@ class LeaseBase:
             yield from self._take_tail(result)
         except BaseException:
             # The lease may have been granted, or be so later: end it, whatever became of it.
+            self._populating.end()
             self._hold_only(binding, self.pages[:0])
             self._stand_for(None, 0, _MISS)
             self._client.released(session, lease_id)
             raise
 
     def _stand_for(self, binding: Binding | None, lease_id: int, result: MatchResult) -> None:
+        self._populating = _Populating()
         self.num_tokens = self.num_committed = result.num_tokens
         self.tokens_by_tier = result.tokens_by_tier
         self.shortage: Shortage | None = result.shortage
@@ -231,7 +269,7 @@ class LeaseBase:
         # What of a mirror this lease has, also where the block table shows others' pages.
         self._held: Pages = self.pages[:0]
         if binding is not None:
-            binding.populate_read(self.pages)
+            binding.populate_read(self.pages, self._populating)
             self._hold(self.pages)
             if result.reserved:
                 self._grant(result.reserved)
@@ -321,7 +359,7 @@ class LeaseBase:
         self.pages = np.concatenate((self.pages, pages))
         self._hold(pages)
         if self._binding is not None:
-            self._binding.populate_write(pages)
+            self._binding.populate_write(pages, self._populating)
 
     # --- copies, where nothing is mapped ---
 
@@ -531,6 +569,7 @@ class LeaseBase:
             self._keep(num_blocks)
             return
         if (binding := self._binding) is not None:
+            self._populating.end()
             # In this order an interrupt may release it twice, which does no harm; never not at all.
             self._hold_only(binding, self.pages[:0])
             self._client.released(binding.session, self._id)
@@ -555,6 +594,8 @@ class LeaseBase:
         """The block table has the committed blocks alone."""
         self.pages = self.pages[: self.num_committed // self.layout.block_size]
         self._num_granted = 0
+        self._populating.end()
+        self._populating = _Populating()
         self._hold_only(binding, self.pages)
 
     def release_quietly(self) -> bool:

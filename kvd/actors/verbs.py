@@ -253,19 +253,19 @@ class Verbs:
     async def _answered_later(
         self, kind: Callable[..., AnyReply], request: AnyRequest, results: Sequence[Any]
     ) -> Answer:
+        end = time.monotonic() + self._seconds_left(request)
         settled = [
-            await self._settled(result, request) if isinstance(result, _Wait) else result
+            await self._settled(result, end) if isinstance(result, _Wait) else result
             for result in results
         ]
         return Answer(kind(id=request.id, epoch=self._epoch, results=tuple(settled)))
 
-    async def _settled(
-        self, wait: _Wait, request: AnyRequest
-    ) -> MatchResult | ReserveResult | Failure:
-        """Pages, in their turn and within the deadline; a match is granted without them too."""
+    async def _settled(self, wait: _Wait, end: float) -> MatchResult | ReserveResult | Failure:
+        """Pages, in their turn and until then; a match is granted without them too."""
+        seconds = max(0.0, end - time.monotonic())
         try:
             runs = await self._manager.reserve(
-                wait.lease, wait.start, wait.stop, wait.ahead, self._seconds_left(request)
+                wait.lease, wait.start, wait.stop, wait.ahead, seconds
             )
         except OutOfPages as error:
             if wait.match is None:

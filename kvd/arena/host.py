@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,20 +129,21 @@ class MappedArena:
         """An arena over the writable mapping, with a root of its own to tell its views by."""
         return Arena(self.layout, self.num_pages, memoryview(self._writable))
 
-    def populate_read(self, run: Run) -> None:
-        """Fault pages in, so that their first reader does not pay for it."""
-        self._populate(self._readable, run, MADV_POPULATE_READ)
+    def populate_read(self, run: Run) -> Iterator[None]:
+        """Fault pages in, some at each step, so that their first reader does not pay for it."""
+        return self._populate(self._readable, run, MADV_POPULATE_READ)
 
-    def populate_write(self, run: Run) -> None:
-        """Fault pages in for writing; only pages that this client reserved."""
-        self._populate(self._writable, run, MADV_POPULATE_WRITE)
+    def populate_write(self, run: Run) -> Iterator[None]:
+        """Fault pages in for writing, step by step; only pages that this client reserved."""
+        return self._populate(self._writable, run, MADV_POPULATE_WRITE)
 
-    def _populate(self, mapping: mmap.mmap, run: Run, advice: int) -> None:
+    def _populate(self, mapping: mmap.mmap, run: Run, advice: int) -> Iterator[None]:
         size = run.count * self.layout.slice_bytes
         for offset in slice_offsets(self.layout, self.num_pages, run.first):
             start = offset - offset % mmap.PAGESIZE
             for step in range(start, offset + size, POPULATE_STEP):
                 mapping.madvise(advice, step, min(POPULATE_STEP, offset + size - step))
+                yield
 
 
 def _map(fd: int, size: int, prot: int, lock: SessionLock) -> mmap.mmap:

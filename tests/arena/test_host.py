@@ -263,7 +263,7 @@ def test_a_populated_run_is_in_memory(
     host.back(Run(0, 2 * EXTENT))
     assert sum(size for size, _ in in_memory(host.path)) == 0
     populate = mapped.populate_read if kind == "read" else mapped.populate_write
-    populate(run)
+    assert list(populate(run))
     faulted = [size for size, _ in in_memory(host.path) if size]
     assert len(faulted) == 1
     most = run.count * LAYOUT.page_bytes + 2 * LAYOUT.num_slices * huge_page_bytes(host.path.parent)

@@ -297,6 +297,16 @@ def test_records_have_memory_as_their_pages_have(shm: Path) -> None:
     assert not file.table.records["state"][:1024].any()
 
 
+def test_a_note_touches_no_record_that_has_no_memory(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, 4096)
+    file.back(Run(0, 64))
+    before = (shm / "table").stat().st_blocks
+    file.table.free(range(64))
+    file.table.reserve(range(8), 7)
+    file.table.commit(range(8), NO_PARENT, 0, bytes(8 * LAYOUT.block_size * 4), 1)
+    assert (shm / "table").stat().st_blocks == before
+
+
 def test_taking_memory_back_leaves_the_records_beside_it(shm: Path) -> None:
     file = PageTableFile(shm / "table", LAYOUT, 4096)
     file.back(Run(0, 4096))

@@ -469,6 +469,7 @@ class CacheAndModel(Machine):
         space = self.state.namespaces[number]
         from_block = max(0, len(tokens) // self.model.size(number) - back)
         tokens = tokens + fitting(space, behind) if every else ()
+        from_block = from_block if tokens else 0
         expected = self.model.drop(number, tokens, from_block)
         answer = self.state.drop(space, encode(space, tokens), from_block)
         self.books.carry_out(answer.plan)

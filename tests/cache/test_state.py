@@ -902,12 +902,19 @@ def test_what_was_computed_before_a_drop_is_not_committed_after_it(
 ) -> None:
     lease = cache.hold("a")
     pages = cache.reserve(lease, 1)
-    cache.state.drop(cache.namespace, packed(dropped), 1)
+    cache.state.drop(cache.namespace, packed(dropped), 1 if dropped else 0)
     with pytest.raises(Dropped):
         cache.commit(lease, "b", pages)
     assert lease.reserved == set(pages)
     cache.state.abort(lease)
     assert cache.commit(cache.match("a"), "ab"[cache.match("a").num_blocks :])
+
+
+def test_a_drop_without_tokens_begins_nowhere(cache: Cache) -> None:
+    cache.fill("ab")
+    with pytest.raises(BadRequest, match="no block to begin from"):
+        cache.state.drop(cache.namespace, b"", 1)
+    assert cache.texts() == {"ab"}
 
 
 def test_a_commit_from_before_a_drop_may_be_repeated_after_it(cache: Cache) -> None:
@@ -1015,3 +1022,12 @@ def test_every_step_of_a_plan_is_a_note_of_its_arena(cache: Cache) -> None:
     for step in [*answer.plan, *commit.plan]:
         assert isinstance(step, Reserved | Committed)
         assert step.arena == cache.arena.id
+
+
+def test_leases_of_the_daemon_s_own_are_not_bounded_as_a_session_s() -> None:
+    cache = Cache(session_leases=2)
+    cache.fill("ab")
+    lease = cache.match("ab")
+    holds = [cache.state.fork(0, number, lease).lease for number in range(1, 5)]
+    cache.release(lease)
+    assert [hold.num_blocks for hold in holds] == [2] * 4

@@ -540,3 +540,15 @@ def test_status_raises_where_nobody_answers(tmp_path: Path) -> None:
         pytest.raises((DaemonUnavailable, DeadlineExceeded)),
     ):
         client.status()
+
+
+def test_a_closed_namespace_is_opened_anew_at_its_next_use(
+    client: Client, namespace: Namespace
+) -> None:
+    lease = namespace.match(range(8), reserve_tokens=8)
+    number = next(n.namespace for n in client.status().namespaces if n.salt == namespace.salt)
+    namespace.close()
+    assert not lease.is_open
+    (status,) = (n for n in client.status().namespaces if n.namespace == number)
+    assert (status.num_sessions, status.num_leases) == (0, 0)
+    assert namespace.match(range(8)).is_open

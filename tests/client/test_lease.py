@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import pytest
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import BadRequest, Layout, LeaseEnded, OutOfPages, PagesInUse
 from kvd_client.client import Client
+from kvd_client.lease import _Populating
 from tests.arena.conftest import Child
 from tests.e2e.conftest import PROLOGUE
 from tests.e2e.support import (
@@ -580,3 +582,21 @@ def test_a_lease_survives_heartbeats_and_sweeps(lease: Lease, client: Client) ->
     eventually(lambda: client.status().counters["requests"] > beats + 50)
     lease.check()
     assert pages_in(client, "reserved") == 16
+
+
+def test_no_page_is_faulted_in_after_its_lease_let_go() -> None:
+    populating, began, taken = _Populating(), threading.Event(), []
+
+    def steps() -> Iterator[None]:
+        while True:
+            taken.append(1)
+            began.set()
+            yield
+
+    populating.begin(steps())
+    (thread,) = [each for each in threading.enumerate() if each.name == "kvd-populate"]
+    assert began.wait(30)
+    populating.end()
+    num_taken = len(taken)
+    thread.join()
+    assert len(taken) == num_taken
