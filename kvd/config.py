@@ -82,6 +82,10 @@ class QuotaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guaranteed_bytes: ByteSize = ByteSize(0)
     max_bytes: ByteSize = ByteSize(0)
 
+    def __post_init__(self) -> None:
+        if self.max_bytes and self.guaranteed_bytes > self.max_bytes:
+            raise ConfigError("quotas: guaranteed_bytes is above max_bytes")
+
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["debug", "info", "warning", "error"] = "info"

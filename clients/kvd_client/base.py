@@ -104,6 +104,8 @@ class ClientBase:
         A client that maps shares the daemon's memory. One that does not, or cannot, has private
         memory with copies of the blocks that it leases.
         """
+        if not isinstance(endpoint, str | None) or not isinstance(name, str | None):
+            raise BadRequest("an endpoint and a client's name are strings")
         self.endpoint = endpoint or client_endpoint()
         self.timeout = check_timeout(timeout)
         self._maps = maps
@@ -412,7 +414,7 @@ class NamespaceBase:
 
         What cannot be is refused at once, before the operation begins.
         """
-        packed = pack_tokens(tokens)
+        packed, exact_tail = pack_tokens(tokens), bool(exact_tail)
         count = len(packed) // TOKEN_BYTES
         packed_extras = pack_extras(extras, 0, count)
         num_pages = pages_for(reserve_tokens, self.layout)

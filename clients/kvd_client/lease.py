@@ -335,9 +335,9 @@ class LeaseBase:
 
     def _reserve(self, num_tokens: int, timeout: float | None) -> Operation[None]:
         missing = pages_for(num_tokens, self.layout) - len(self.pages)
+        binding = self._bound()
         if missing <= 0:
             return
-        binding = self._bound()
         deadline = self._client.deadline(timeout)
         request = ReserveRequest(
             id=self._client.next_id(),
@@ -505,10 +505,11 @@ class LeaseBase:
         packed_extras = pack_extras(extras, self.num_committed, self.num_committed + num_tokens)
         count = num_tokens // self.layout.block_size
         stop = self.num_committed + count * self.layout.block_size
-        if stop > self.capacity_tokens:
-            raise BadRequest(f"tokens up to {stop} have no pages; reserve them first")
         if count == 0:
             return self.num_committed
+        self._bound()
+        if stop > self.capacity_tokens:
+            raise BadRequest(f"tokens up to {stop} have no pages; reserve them first")
         self._check_exports(stop)
         first = self.num_committed // self.layout.block_size
         packed = packed[: count * self.layout.block_size * TOKEN_BYTES]
@@ -548,22 +549,29 @@ class LeaseBase:
         self._check_exports(self.capacity_tokens)
         binding = self._binding
         if binding is not None:
-            self._show_committed(binding)
-            self._num_named = self.num_committed
-            self.num_tokens = min(self.num_tokens, self.num_committed)
+            # First said, then believed: else an interrupt between would have the daemon grant anew
+            # what this lease thinks it has not.
             self._client.post(
                 binding.session,
                 AbortRequest(id=NO_REPLY, epoch=binding.session.epoch, leases=(self._id,)),
             )
+            self._show_committed(binding)
+            self._num_named = self.num_committed
+            self.num_tokens = min(self.num_tokens, self.num_committed)
 
     def release(self, keep_tokens: int = 0) -> None:
         """End the lease. Idempotent; raises PagesInUse while a writable view of its pages lives.
 
         With `keep_tokens` it stays, with the whole blocks of so many committed tokens and no other
-        page. Raises BadRequest where fewer are committed.
+        page. Raises BadRequest where fewer are committed, or not even a block is to stay.
         """
-        if not 0 <= whole(keep_tokens) <= self.num_committed:
-            raise BadRequest(f"keep {keep_tokens} tokens of {self.num_committed} committed")
+        keep_tokens = whole(keep_tokens)
+        is_nothing = 0 < keep_tokens < self.layout.block_size
+        if not 0 <= keep_tokens <= self.num_committed or is_nothing:
+            raise BadRequest(
+                f"keep {keep_tokens} tokens of {self.num_committed} committed, in blocks of "
+                f"{self.layout.block_size}"
+            )
         self._check_exports(self.capacity_tokens)
         if num_blocks := keep_tokens // self.layout.block_size:
             self._keep(num_blocks)
@@ -577,18 +585,16 @@ class LeaseBase:
 
     def _keep(self, num_blocks: int) -> None:
         binding = self._bound()
+        request = ReleaseRequest(
+            id=NO_REPLY,
+            epoch=binding.session.epoch,
+            leases=(self._id,),
+            keep_blocks=num_blocks,
+        )
+        self._client.post(binding.session, request)  # first said, then believed, as an abort
         self.num_committed = self._num_named = num_blocks * self.layout.block_size
         self.num_tokens = min(self.num_tokens, self.num_committed)
         self._show_committed(binding)
-        self._client.post(
-            binding.session,
-            ReleaseRequest(
-                id=NO_REPLY,
-                epoch=binding.session.epoch,
-                leases=(self._id,),
-                keep_blocks=num_blocks,
-            ),
-        )
 
     def _show_committed(self, binding: Binding) -> None:
         """The block table has the committed blocks alone."""
@@ -652,14 +658,15 @@ _MISS = MatchResult(0, (), 0, 0)
 
 
 def pages_for(num_tokens: int, layout: Layout) -> int:
+    """Raises BadRequest for what is no number of tokens."""
     return -(-check_tokens(num_tokens) // layout.block_size)
 
 
 def check_tokens(number: int) -> int:
-    """Refuse what is no number of tokens (BadRequest)."""
-    if not 0 <= whole(number) <= MAX_TOKENS:
+    """A number of tokens; refuses what is none (BadRequest)."""
+    if not 0 <= (tokens := whole(number)) <= MAX_TOKENS:
         raise BadRequest(f"{number} is no number of tokens up to {MAX_TOKENS}")
-    return number
+    return tokens
 
 
 def whole(number: int) -> int:

@@ -35,7 +35,7 @@ Endpoint = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.01)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Limit = Annotated[int, typer.Option(help="List so many at most.", min=1, max=100_000)]
+Limit = Annotated[int, typer.Option(help="List so many at most.", min=1, max=1000)]
 Owner = Annotated[str, typer.Option(help="Whose pins they are.")]
 NamespaceNumber = Annotated[
     int, typer.Argument(metavar="NAMESPACE", help="Its number, as `kvd-ctl namespaces` says.")

@@ -113,14 +113,12 @@ class CacheState:
             del arenas[arena.id]
             plan.append(Removed(arena.id))
         if len(spaces) >= self.limits.namespaces:
-            self._forget(min(idle, key=_last_touch), plan)
+            self._forget(min(idle, key=_place), plan)
         return plan
 
     def _is_idle(self, space: Namespace) -> bool:
-        """Nobody has it open, nobody holds anything in it, and it is guaranteed nothing of it."""
-        is_guaranteed = space.guaranteed_pages and space.num_pages
-        is_held = space.num_pages > space.lru.num_blocks
-        return not (space.sessions or is_held or is_guaranteed)
+        """Nobody has it open, and nobody holds anything in it."""
+        return not space.sessions and space.num_pages == space.lru.num_blocks
 
     def _is_unused(self, arena: ArenaState) -> bool:
         blocks = sum(space.num_pages for space in arena.namespaces)
@@ -302,7 +300,10 @@ class CacheState:
         if start > have:
             raise BadRequest(f"reserve from {start}: the lease was granted {have} pages so far")
         if stop < have or start < have == stop:
-            return Granted(lease.granted[start : stop + ahead], [])
+            again = lease.granted[start : stop + ahead]
+            if not lease.reserved.issuperset(again.tolist()):
+                raise BadRequest(f"reserve from {start}: pages from there on were committed")
+            return Granted(again, [])
         space, needed = lease.namespace, stop - have
         ahead = min(ahead, self._num_reservable(lease, needed) - needed)
         plan: Plan = []
@@ -575,6 +576,11 @@ class CacheState:
 
 def _sorted(pages: set[int]) -> Pages:
     return np.array(sorted(pages), np.int64)
+
+
+def _place(space: Namespace) -> tuple[bool, int]:
+    """In which order idle namespaces go: those that are guaranteed something at the end."""
+    return space.guaranteed_pages > 0, _last_touch(space)
 
 
 def _last_touch(space: Namespace) -> int:

@@ -85,6 +85,8 @@ def request_id(frame: bytes) -> int:
 
 def pack_tokens(tokens: TokenIds) -> Tokens:
     """Token ids as little-endian uint32; refuses what is no token id (BadRequest)."""
+    if isinstance(tokens, memoryview) and tokens.format not in ("B", "b", "c"):
+        tokens = np.asarray(tokens)
     if isinstance(tokens, bytes | bytearray | memoryview):
         packed = bytes(tokens)
         if len(packed) % TOKEN_BYTES:

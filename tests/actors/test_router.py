@@ -358,10 +358,11 @@ def test_a_repeated_match_gets_the_first_answer_and_books_nothing(wire: Wire) ->
     assert booked(wire) == before
 
 
-def test_a_match_repeated_after_its_commit_gets_the_first_answer(wire: Wire) -> None:
+def test_a_match_repeated_after_its_commit_grants_none_of_those_pages_again(wire: Wire) -> None:
     first = wire.matched(1, TOKENS, reserve=4)
     wire.commit(1, 0, first.reserved, TOKENS)
-    assert wire.matched(1, TOKENS, reserve=4) == first
+    assert "committed" in failed(wire.match(1, TOKENS, reserve=4), "bad_request")
+    assert wire.matched(1, TOKENS).num_tokens == 0
 
 
 def test_a_repeated_reserve_gets_the_first_answer_and_books_nothing(wire: Wire) -> None:

@@ -1031,3 +1031,14 @@ def test_leases_of_the_daemon_s_own_are_not_bounded_as_a_session_s() -> None:
     holds = [cache.state.fork(0, number, lease).lease for number in range(1, 5)]
     cache.release(lease)
     assert [hold.num_blocks for hold in holds] == [2] * 4
+
+
+def test_what_was_committed_is_not_granted_again(cache: Cache) -> None:
+    lease = cache.match("abcd")
+    pages = cache.reserve(lease, 4)
+    cache.commit(lease, "ab", pages[:2])
+    with pytest.raises(BadRequest, match="were committed"):
+        cache.state.reserve(lease, 0, 4)
+    again = cache.state.reserve(lease, 2, 4)
+    assert isinstance(again, Granted)
+    assert again.pages.tolist() == pages[2:]

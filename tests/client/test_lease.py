@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -600,3 +601,36 @@ def test_no_page_is_faulted_in_after_its_lease_let_go() -> None:
     num_taken = len(taken)
     thread.join()
     assert len(taken) == num_taken
+
+
+@pytest.mark.parametrize("verb", ["abort", "keep"])
+def test_a_verb_that_was_interrupted_lets_nobody_write_what_is_committed(
+    client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    tokens = tokens_of(1, 4)
+    lease = namespace.match(tokens, reserve_tokens=len(tokens))
+    compute(lease, tokens)
+    call = lease.abort if verb == "abort" else partial(lease.release, keep_tokens=BLOCK)
+    monkeypatch.setattr(client, "post", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    monkeypatch.undo()
+    lease.reserve(8 * BLOCK)
+    assert len(set(lease.pages.tolist())) == len(lease.pages)
+    with pytest.raises(BadRequest):
+        lease.write_arrays(BLOCK, 4 * BLOCK)
+    assert holds(lease, tokens)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_numbers_of_numpy_are_numbers(namespace: Namespace, kind: type) -> None:
+    tokens = tokens_of(1, 4)
+    with namespace.match(tokens, reserve_tokens=kind(16)) as lease:
+        lease.reserve(kind(32))
+        compute(lease, tokens)
+        lease.release(keep_tokens=kind(BLOCK))
+        assert lease.num_committed == BLOCK

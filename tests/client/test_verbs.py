@@ -191,13 +191,15 @@ def test_a_lease_keeps_its_first_blocks(namespace: Namespace, keep: int, kept: i
     assert namespace.match(TOKENS[:kept] + tokens_of(2, 4)).num_tokens == kept + 16
 
 
-def test_a_lease_that_keeps_less_than_a_block_ends(namespace: Namespace) -> None:
+@pytest.mark.parametrize("num_tokens", [3, 17, -1])
+def test_a_lease_keeps_a_block_at_least_and_no_more_than_is_committed(
+    namespace: Namespace, num_tokens: int
+) -> None:
     store(namespace, TOKENS)
     lease = namespace.match(TOKENS)
-    lease.release(keep_tokens=3)
-    assert not lease.is_open
     with pytest.raises(BadRequest):
-        namespace.match(TOKENS).release(keep_tokens=17)
+        lease.release(keep_tokens=num_tokens)
+    assert lease.is_open
 
 
 # --- extras ---
