@@ -299,10 +299,10 @@ class CacheState:
         have = len(lease.granted)
         if start > have:
             raise BadRequest(f"reserve from {start}: the lease was granted {have} pages so far")
+        again = lease.granted[start : stop + ahead]
+        if not lease.reserved.issuperset(again.tolist()):
+            raise BadRequest(f"reserve from {start}: pages from there on were committed")
         if stop < have or start < have == stop:
-            again = lease.granted[start : stop + ahead]
-            if not lease.reserved.issuperset(again.tolist()):
-                raise BadRequest(f"reserve from {start}: pages from there on were committed")
             return Granted(again, [])
         space, needed = lease.namespace, stop - have
         ahead = min(ahead, self._num_reservable(lease, needed) - needed)

@@ -204,7 +204,13 @@ class Model:
                 min(unused, key=lambda one: self.last_touch(*self.namespaces_of(one)))
             )
         if len(self.namespaces) >= self.limits.namespaces:
-            self.forget(min(idle, key=self.last_touch))
+            self.forget(min(idle, key=self.place))
+
+    def place(self, namespace: int) -> tuple[bool, int]:
+        """Those that are guaranteed something go at the end."""
+        size = self.arena_of(namespace).page_bytes
+        guaranteed = self.namespaces[namespace].guaranteed_bytes // size
+        return guaranteed > 0, self.last_touch(namespace)
 
     def is_idle(self, namespace: int) -> bool:
         return not self.namespaces[namespace].sessions and self.num_pages(namespace) == len(

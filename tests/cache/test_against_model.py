@@ -159,6 +159,10 @@ class CacheAndModel(Machine):
         self, lease: Lease, expected: slow.Lease, start: int, stop: int, ahead: int = 0
     ) -> bool:
         arena, have = lease.namespace.arena.id, len(expected.granted)
+        if not expected.reserved.issuperset(expected.granted[start : stop + ahead]):
+            with pytest.raises(BadRequest):
+                self.state.reserve(lease, start, stop, ahead)
+            return False
         if stop < have or start < have == stop:
             answer = self.state.reserve(lease, start, stop, ahead)
             assert isinstance(answer, Granted)
