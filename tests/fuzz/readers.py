@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvd.arena.header import create_header
 from kvd.arena.membership import create_session_file
 from kvd.protocol.codec import decode_reply, decode_request, request_id
-from kvd.protocol.errors import BadRequest
+from kvd.protocol.errors import BadRequest, LimitExceeded
 from kvd.protocol.messages import StatusRequest
 from kvd_client.session import Call, Core
 from tests.fuzz.hostile import Hostile
@@ -34,7 +34,7 @@ class Readers:
         """Raises only where a reader does what it must not."""
         assert isinstance(request_id(frame), int)
         for decode in (decode_request, decode_reply):
-            with suppress(BadRequest):
+            with suppress(BadRequest, LimitExceeded):
                 decode(frame)
         self._core.send(Call(StatusRequest(id=1)))
         self._core.receive(frame)
