@@ -284,9 +284,8 @@ class ClientBase:
             try:
                 raise error
             finally:
-                del (
-                    error
-                )  # else the error holds this frame, the frame the error, and both the arena
+                # Else the error holds this frame, the frame the error, and both the arena.
+                del error
         assert isinstance(call.reply, kind)
         return call.reply
 

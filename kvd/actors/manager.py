@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 import anyio
 import msgspec
 
+from kvd.actors.sessions import session_name
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of
+from kvd.cache.leases import OWN_SESSION
 from kvd.cache.memory import NO_QUOTA, ArenaState, Namespace, Quota
 from kvd.cache.plan import (
     Back,
     Committed,
-    Dropped,
+    Detached,
     Ended,
     Freed,
     Granted,
@@ -85,8 +87,6 @@ logger = logging.getLogger(__name__)
 
 # After the file system refused memory it is asked again only so much later.
 BACKING_PAUSE_SECONDS = 5.0
-# The session, which no client has, of leases that the daemon itself holds.
-OWN_SESSION = 0
 # So often a reserve may evict blocks of another layout, without yet making an extent whole.
 MAX_TRIES = 4
 # Of who holds most pages, a shortage names so many.
@@ -227,6 +227,7 @@ class Manager:
         """Lease the committed blocks of a lease once more."""
         source = self.lease(session, item.source)
         matched = self.state.fork(session, item.lease, source, time.monotonic())
+        self.state.counters["forks"] += 1
         return matched.lease, self._result(matched)
 
     def _result(self, matched: Matched) -> MatchResult:
@@ -466,7 +467,7 @@ class Manager:
                     self._arenas[step.arena].table.commit(
                         step.pages, step.parent, step.first_block, step.tokens, step.namespace
                     )
-                case Dropped():
+                case Detached():
                     self._arenas[step.arena].table.detach(step.pages)
                 case Freed():
                     self._arenas[step.arena].table.free(step.pages)
@@ -589,11 +590,6 @@ class Manager:
             self._untidy.set()
 
 
-def session_name(session: int) -> str:
-    """A session's public name: that of its file."""
-    return f"{session:016x}"
-
-
 def out_of_pages(shortage: Shortage) -> OutOfPages:
     quota = f", whose namespace may have {shortage.max_pages}" if shortage.max_pages else ""
     return OutOfPages(
@@ -611,7 +607,7 @@ def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
     """
     space, mine = waiter.lease.namespace, lease.namespace
     wanted = waiter.stop - len(waiter.lease.granted)
-    is_at_quota = space.num_pages + wanted > space.max_pages
+    is_at_quota = space.quota.max_bytes and space.num_pages + wanted > space.max_pages
     return mine is space or (mine.arena is space.arena and not is_at_quota)
 
 

@@ -38,7 +38,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        return f"{self.id:016x}"
+        return session_name(self.id)
 
     def took(self, seconds: float) -> None:
         """Note how long a request of this session has held the daemon."""
@@ -81,14 +81,14 @@ class SessionTable:
             self._ended[int(path.stem, 16)] = path
 
     def path(self, session: int) -> Path:
-        return self.directory / f"{session:016x}.session"
+        return self.directory / f"{session_name(session)}.session"
 
     def attach(self, identity: bytes, client: str, pid: int) -> Session:
         """Open a session for a connection that has none."""
         if len(self._by_identity) >= self._limits.sessions:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
         number = secrets.randbits(63) | 1
-        secret = f"{number:016x}-{secrets.token_hex(16)}"
+        secret = f"{session_name(number)}-{secrets.token_hex(16)}"
         session = Session(number, identity, client, pid, secret)
         try:
             create_session_file(self.path(session.id))
@@ -135,6 +135,11 @@ class SessionTable:
         if session is not None:
             del self._by_identity[session.identity]
         return session
+
+
+def session_name(session: int) -> str:
+    """A session's public name: that of its file."""
+    return f"{session:016x}"
 
 
 def sweep(watched: dict[int, Path]) -> list[int]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvd.cache.radix import Node
     from kvd.protocol.messages import Tail
 
+# The session, which no client has, of leases that the daemon itself holds.
+OWN_SESSION = 0
 # A release that overtook its match is remembered, so that the match is refused. A client has few
 # calls under way; the oldest of more than this many tombstones goes.
 MAX_TOMBSTONES = 4096

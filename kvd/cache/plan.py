@@ -39,7 +39,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Detached:
     """Note that these blocks are no blocks any more, though leases hold their pages."""
 
     arena: int
@@ -94,7 +94,7 @@ class Removed:
 
 
 Step: TypeAlias = (
-    Reserved | Committed | Dropped | Freed | Quarantined | Ended | Back | Unback | Removed
+    Reserved | Committed | Detached | Freed | Quarantined | Ended | Back | Unback | Removed
 )
 Plan: TypeAlias = list[Step]
 

@@ -103,7 +103,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Detached:
+class Gone:
     """Pages of blocks that left the tree, descendants first: free now, or with who holds them."""
 
     free: Pages
@@ -249,7 +249,7 @@ class Tree:
         del leaf.pages[keep:], leaf.tokens[keep * self.block_bytes :]
         return pages
 
-    def detach(self, node: Node, keep: int = 0) -> Detached:
+    def detach(self, node: Node, keep: int = 0) -> Gone:
         """Take what lies behind the first `keep` blocks of a node out of the tree.
 
         What is locked there is still held by who locked it, but found no more.
@@ -276,7 +276,7 @@ class Tree:
         if keep:
             free.append(self.cut(node, node.num_blocks - keep))
         nothing = np.empty(0, np.int64)
-        return Detached(np.concatenate((*free, nothing)), np.concatenate((*held, nothing)))
+        return Gone(np.concatenate((*free, nothing)), np.concatenate((*held, nothing)))
 
     def nodes(self, top: Node | None = None) -> Iterator[Node]:
         """Every node below `top` (the root unless said), parents before children."""

@@ -19,13 +19,14 @@ from msgspec.structs import asdict, replace
 
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import Pages, runs_of
-from kvd.cache.leases import Lease, LeaseTable
+from kvd.cache.leases import OWN_SESSION, Lease, LeaseTable
 from kvd.cache.memory import NO_QUOTA, ArenaState, Memory, Namespace, Quota
 from kvd.cache.pages import PagePool
 from kvd.cache.pins import Pin, PinTable
 from kvd.cache.plan import (
     CommitAnswer,
     Committed,
+    Detached,
     DropAnswer,
     Ended,
     Granted,
@@ -37,7 +38,6 @@ from kvd.cache.plan import (
     Reserved,
     Short,
 )
-from kvd.cache.plan import Dropped as DroppedStep
 from kvd.cache.policy import Lru
 from kvd.cache.radix import Found, Tree
 from kvd.cache.rows import row_bytes, tokens_of
@@ -226,7 +226,6 @@ class CacheState:
         end = Found(source.node, source.node.num_blocks, source.num_blocks)
         lease = self._grant(session, lease_id, source.namespace, asked, end, now)
         lease.drops = source.drops
-        self.counters["forks"] += 1
         return self._answer(lease, plan)
 
     def _known(
@@ -250,8 +249,7 @@ class CacheState:
         found: Found,
         now: float,
     ) -> Lease:
-        # Session 0 is the daemon's own.
-        if session and self.leases.count(session) >= self.limits.session_leases:
+        if session != OWN_SESSION and self.leases.count(session) >= self.limits.session_leases:
             raise LimitExceeded(f"a session may hold {self.limits.session_leases} leases")
         slot, generation = self.leases.take_slot()
         lease = Lease(
@@ -564,7 +562,7 @@ class CacheState:
         self.memory.free(space, gone.free, plan)
         if len(gone.held):
             space.arena.pool.move(gone.held, PageState.COMMITTED, PageState.DETACHED)
-            plan.append(DroppedStep(space.arena.id, gone.held))
+            plan.append(Detached(space.arena.id, gone.held))
         for pin in self.pins:
             if pin.node.detached:
                 self._unpin(pin, plan)

@@ -45,7 +45,7 @@ class Books:
                 self.check_states(arena, pages, PageState.RESERVED)
                 self.tables[arena].commit(pages, parent, first_block, tokens, namespace)
                 self.check_parents(arena)
-            case plans.Dropped(arena, pages):
+            case plans.Detached(arena, pages):
                 self.check_states(arena, pages, PageState.COMMITTED)
                 for page in pages.tolist():  # one by one: a kill may come after any of them
                     self.tables[arena].detach([page])

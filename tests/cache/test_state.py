@@ -13,6 +13,7 @@ from kvd.arena.header import SharedHeader, create_header
 from kvd.cache.audit import check
 from kvd.cache.plan import (
     Committed,
+    Detached,
     DropAnswer,
     Ended,
     Freed,
@@ -24,7 +25,6 @@ from kvd.cache.plan import (
     Reserved,
     Short,
 )
-from kvd.cache.plan import Dropped as DroppedStep
 from kvd.cache.rows import EXTRA_BYTES, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded, OutOfPages
@@ -855,7 +855,7 @@ def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
     cache.hold("abxy")
     answer = cache.state.drop(cache.namespace, b"")
     assert (answer.num_blocks, answer.num_detached) == (6, 4)
-    assert kinds(answer.plan) == [Freed, DroppedStep]
+    assert kinds(answer.plan) == [Freed, Detached]
     assert cache.match("ab").num_matched == 0
     check(cache.state)
 
