@@ -177,7 +177,7 @@ def test_threads_that_work_survive_kills_and_stops(
 
     with ThreadPoolExecutor(6) as threads:
         counts = threads.map(work, range(6))
-        for disturb in (daemon.restart, daemon.pause, daemon.resume):
+        for disturb in (daemon.restart, daemon.pause, daemon.resume) * 2:
             disturb()
             if disturb != daemon.pause:
                 eventually(served)
