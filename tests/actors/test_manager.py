@@ -267,6 +267,22 @@ async def test_old_blocks_make_room_without_waiting(shm: Path) -> None:  # noqa:
         assert cache.counts() == {"committed": 123, "reserved": 5}
 
 
+async def test_who_waits_for_the_arena_holds_up_other_namespaces_too(
+    shm: Path,  # noqa: F811
+) -> None:
+    async with running(shm / "kvd") as cache, create_task_group() as tasks:
+        held = await cache.hold(100)
+        first = cache.match(session=2, seed=2)
+        tasks.start_soon(cache.manager.reserve, first, 0, 60, 0, 30)
+        await until(lambda: len(cache.manager._waiters) == 1)
+        other = (await cache.manager.open(3, IDENTITY, LAYOUT, "other", extras=False)).namespace
+        item = MatchItem(other.id, 1, BLOCK)
+        lease, _ = cache.manager.match(3, item, packed(tokens_of(3, 1)))
+        assert cache.manager.reserve_now(lease, 0, 10, 0) is None
+        cache.release(held)
+        assert cache.manager.reserve_now(lease, 0, 10, 0) is not None
+
+
 # --- memory ---
 
 

@@ -18,6 +18,7 @@ from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
 from tests.bench.common import BUDGETS, Bench, Part, Row
 from tests.bench.cycles import cycles
 from tests.bench.first_touch import hit_first_touch
+from tests.bench.flood import flood
 from tests.bench.hit import hit_vs_copy
 from tests.bench.index import index
 from tests.bench.machine import describe_machine
@@ -33,6 +34,7 @@ PARTS: dict[str, Part] = {
         hit_first_touch,
         match_vs_echo,
         cycles,
+        flood,
         store_vs_copy,
         attention_vs_contiguous,
         attention_vs_gather,

@@ -62,6 +62,7 @@ BUDGETS = {
     "cycles_vs_echo": Budget(0.5, at_least=True),
     "cycles_per_second": Budget(3000, at_least=True),
     "cycles_p99_over_p50": Budget(8, at_least=False),
+    "flood_p99": Budget(8, at_least=False),
     "store_vs_copy": Budget(0.9, at_least=True),
     "attention_vs_contiguous": Budget(0.95, at_least=True),
     "attention_vs_gather": Budget(2, at_least=True),
