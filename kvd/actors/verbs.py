@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import anyio
 from msgspec.structs import replace
@@ -93,11 +93,6 @@ class _Wait:
     stop: int
     ahead: int
     match: MatchResult | None = None
-
-
-class _TokenItem(Protocol):
-    @property
-    def num_tokens(self) -> int: ...
 
 
 class Verbs:
