@@ -207,7 +207,7 @@ def test_a_reserve_that_gave_up_does_not_hinder_the_next(
     most = namespace.match([], reserve_tokens=96 * BLOCK)
     greedy = open_namespace(connect()).match([])
     with pytest.raises(OutOfPages):
-        greedy.reserve(128 * BLOCK, timeout=0.2)
+        greedy.reserve(128 * BLOCK, timeout=1.0)
     modest = open_namespace(connect()).match([])
     modest.reserve(BLOCK)
     most.release()

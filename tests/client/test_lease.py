@@ -126,7 +126,7 @@ def test_reserve_that_cannot_be_served_says_how_the_pages_stand(
     other = namespace.match([])
     other.reserve(112 * BLOCK)
     with pytest.raises(OutOfPages, match="1 pages wanted, 0 free") as raised:
-        lease.reserve(65, timeout=0.2)
+        lease.reserve(65, timeout=1.0)
     details = raised.value.details
     assert details["num_reserved"] == details["num_pages"] == 128
     assert (details["num_free"], details["num_locked"], details["num_quarantined"]) == (0, 0, 0)
@@ -139,7 +139,7 @@ def test_a_match_that_falls_short_is_a_lease_with_its_shortage(
     lease: Lease, namespace: Namespace
 ) -> None:
     lease.reserve(128 * BLOCK)
-    short = namespace.match(TOKENS, reserve_tokens=BLOCK, timeout=0.2)
+    short = namespace.match(TOKENS, reserve_tokens=BLOCK, timeout=1.0)
     assert short.is_open
     assert short.shortage is not None
     assert (short.shortage.num_wanted, short.shortage.num_reserved) == (1, 128)

@@ -250,7 +250,7 @@ def test_who_holds_every_page_keeps_nobody_from_what_is_cached(
         assert flood.reserved(1, 0, num_left)
         failed(flood.reserve(1, num_left, num_left + 1), "out_of_pages")
         with namespace.match(tokens_of(3, 1)) as lease, pytest.raises(OutOfPages):
-            lease.reserve(BLOCK, timeout=0.2)
+            lease.reserve(BLOCK, timeout=1.0)
         assert is_served(namespace)
     flood.release(1)
     store(namespace, tokens_of(3, 1))
