@@ -5,6 +5,7 @@ torch is imported inside the fixtures, so that tests that need no model start at
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("kvd", deadline=None)
 hypothesis.settings.load_profile("kvd")
+
+# A shell that starts the suite in the background has it ignore interrupts, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first test that asks for one of these waits until the model is made: once per machine.
 MADE_ONCE = {"recall_dir", "smollm2_dir"}
