@@ -97,11 +97,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `endpoint`: where it listens; empty: KVD_ENDPOINT, else in the user's runtime directory, else in
     one under the temporary one. `directory`: its files in shared memory; empty: under /dev/shm, by
-    user and endpoint. `grace_seconds`: how long a stop may take.
+    user and endpoint. `data_directory`: its files on disk; empty: in the user's cache directory, by
+    endpoint. `grace_seconds`: how long a stop may take.
     """
 
     endpoint: str = ""
     directory: str = ""
+    data_directory: str = ""
     grace_seconds: Seconds = 5.0
     cache: CacheConfig = CacheConfig()
     sessions: SessionConfig = SessionConfig()
@@ -118,8 +120,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"limits: request_bytes is {self.limits.request_bytes}; it may be from "
                 f"{MIN_REQUEST_BYTES} to {MAX_REQUEST_BYTES}"
             )
-        if self.directory and not Path(self.directory).is_absolute():
-            raise ConfigError(f"directory {self.directory!r} is not an absolute path")
+        for name in ("directory", "data_directory"):
+            if (path := getattr(self, name)) and not Path(path).is_absolute():
+                raise ConfigError(f"{name} {path!r} is not an absolute path")
         if len(self.tiers) != 1:
             raise ConfigError(f"tiers: this version runs one tier, not {len(self.tiers)}")
 
@@ -133,8 +136,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def resolved_directory(self) -> Path:
         if self.directory:
             return Path(self.directory)
-        name = hashlib.sha256(self.resolved_endpoint.encode()).hexdigest()[:12]
-        return Path("/dev/shm") / f"kvd-{os.getuid()}" / name
+        return Path("/dev/shm") / f"kvd-{os.getuid()}" / self._endpoint_name
+
+    @property
+    def resolved_data_directory(self) -> Path:
+        if self.data_directory:
+            return Path(self.data_directory)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "kvd" / self._endpoint_name
+
+    @property
+    def _endpoint_name(self) -> str:
+        return hashlib.sha256(self.resolved_endpoint.encode()).hexdigest()[:12]
 
 
 def load(path: Path | None = None) -> Config:

@@ -22,7 +22,8 @@ from kvd.arena.header import create_header
 from kvd.arena.owner import OwnerLock, make_directory, private_directory
 from kvd.config import Config
 from kvd.protocol.endpoint import is_default, socket_path
-from kvd.protocol.errors import TierFailed
+from kvd.protocol.errors import ConfigError, TierFailed
+from kvd.tiers.base import MemoryTier
 from kvd.tiers.registry import load_tier
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ class Daemon(AsyncContextManagerMixin):
         self.directory = self.config.resolved_directory
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
         self.epoch = secrets.randbits(62) | 1
-        self.tier = load_tier(self.config.tiers[0], self.directory)
+        places = self.directory, self.config.resolved_data_directory
+        first, *_ = (load_tier(section, *places) for section in self.config.tiers)
+        if not isinstance(first, MemoryTier):
+            raise ConfigError(f"tiers: the first one has what clients map; {first.name} has none")
+        self.tier = first
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:

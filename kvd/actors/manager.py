@@ -43,7 +43,7 @@ from kvd.cache.plan import (
     Unback,
     merged,
 )
-from kvd.cache.rows import rows_of
+from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
 from kvd.protocol.errors import (
     BadRequest,
@@ -53,7 +53,7 @@ from kvd.protocol.errors import (
     TierFailed,
     UnknownNamespace,
 )
-from kvd.protocol.keys import Identity, check_identity, fingerprint, namespace_key
+from kvd.protocol.keys import Identity, check_identity, namespace_key
 from kvd.protocol.layout import Layout, check_layout
 from kvd.protocol.messages import (
     CommitItem,
@@ -166,7 +166,7 @@ class Manager:
             arena = self.state.find_arena(layout)
             if not self.state.knows(key):
                 self._carry_out(self.state.make_place(for_arena=arena is None))
-                arena = self.state.find_arena(layout) or await self._add_arena(identity, layout)
+                arena = self.state.find_arena(layout) or await self._add_arena(layout)
             assert arena is not None
             namespace = self.state.open_namespace(
                 session,
@@ -180,8 +180,8 @@ class Manager:
         self._untidy.set()
         return Opened(namespace, self._arenas[arena.id])
 
-    async def _add_arena(self, identity: Identity, layout: Layout) -> ArenaState:
-        made = await self._tier.create_arena(layout, fingerprint(identity, layout))
+    async def _add_arena(self, layout: Layout) -> ArenaState:
+        made = await self._tier.create_arena(layout, row_bytes(extras=False))
         size = record_bytes(layout)
         arena = self.state.add_arena(layout, made.num_pages, made.extent_pages, size)
         self._arenas[arena.id] = made

@@ -25,8 +25,8 @@ class TierActor(Actor):
     async def open(self, epoch: int) -> None:
         await self._ask(self.tier.open, epoch)
 
-    async def create_arena(self, layout: Layout, fingerprint: bytes) -> TierArena:
-        return await self._ask(self.tier.create_arena, layout, fingerprint)
+    async def create_arena(self, layout: Layout, row_bytes: int) -> TierArena:
+        return await self._ask(self.tier.create_arena, layout, row_bytes)
 
     async def back(self, arena: TierArena, run: Run) -> None:
         """Give memory to one piece of at most what `backing_pieces` makes; raises TierFailed."""

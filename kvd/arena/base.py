@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.arena.runs import runs_of
+
 if TYPE_CHECKING:
+    from kvd.arena.runs import Pages
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
 
@@ -83,6 +87,27 @@ class Arena:
         slices = self.root.reshape(self.layout.num_slices, self.num_pages, -1)
         pages = slices[number, run.first : run.first + run.count].reshape(-1, copy=False)
         return pages.view(np.uint8).data
+
+    def copy_out(self, pages: Pages, out: memoryview) -> None:
+        """Copy pages into `out`, one after the other, each as `page_view` has it."""
+        for run, piece in self._by_runs(pages, out):
+            piece[...] = run
+
+    def copy_in(self, pages: Pages, data: memoryview) -> None:
+        """Copy what `copy_out` gave into pages."""
+        for run, piece in self._by_runs(pages, data):
+            run[...] = piece
+
+    def _by_runs(self, pages: Pages, data: memoryview) -> Iterator[tuple[Array, Array]]:
+        """Run by run, the pages and what of `data` is theirs: `[pages, layers, planes, ...]`."""
+        blocks = np.frombuffer(data, self.root.dtype)
+        blocks = blocks.reshape(len(pages), *self.page_view(0).shape)
+        start = 0
+        for run in runs_of(pages):
+            self._check(run.first, run.count)
+            there = np.moveaxis(self.pages[:, :, run.first : run.first + run.count], 2, 0)
+            yield there, blocks[start : start + run.count]
+            start += run.count
 
     def _check(self, first: int, count: int) -> None:
         # numpy would take a negative page from the end, and cut a run that is too long.

@@ -128,6 +128,12 @@ class TierFailed(KvdError):
     code = "tier_failed"
 
 
+class TierFull(TierFailed):
+    """Raised when a tier has no room for what it should keep, and kept none of it."""
+
+    code = "tier_full"
+
+
 def _family(root: type[KvdError]) -> dict[str, type[KvdError]]:
     classes = {root.code: root}
     for child in root.__subclasses__():

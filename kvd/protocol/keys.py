@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NewType
 
 import msgspec
 
 from kvd.protocol.errors import BadRequest
+from kvd.protocol.layout import Layout
 
-if TYPE_CHECKING:
-    from kvd.protocol.layout import Layout
+BlockKey = NewType("BlockKey", bytes)
+KEY_BYTES = 32
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
@@ -84,3 +85,29 @@ def namespace_key(identity: Identity, layout: Layout, salt: str, *, extras: bool
     """
     kind = ("extras",) if extras else ()
     return _digest("kvd.namespace.1", fingerprint(identity, layout), salt, *kind)
+
+
+class NamespaceInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that tells a namespace from others, as it is kept beside its blocks."""
+
+    identity: Identity
+    layout: Layout
+    salt: str = ""
+    extras: bool = False
+
+    @property
+    def key(self) -> bytes:
+        return namespace_key(self.identity, self.layout, self.salt, extras=self.extras)
+
+
+def chain(parent: bytes, rows: bytes | bytearray, block_bytes: int) -> list[BlockKey]:
+    """The keys of blocks that follow the one of key `parent`: each SHA-256 of the last and its own.
+
+    The parent of a first block is its namespace's key, so equal tokens in two namespaces have
+    different keys. `rows` are whole blocks of `block_bytes` each.
+    """
+    keys = []
+    for start in range(0, len(rows), block_bytes):
+        parent = hashlib.sha256(parent + rows[start : start + block_bytes]).digest()
+        keys.append(BlockKey(parent))
+    return keys

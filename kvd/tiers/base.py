@@ -1,29 +1,75 @@
-"""Tier, the contract of a plugin: blocking and batch-wise; its actor owns the threads."""
+"""Tier, the contract of a plugin: blocking and batch-wise; its actor owns the threads.
+
+There are two kinds. A memory tier has arenas, whose pages clients map and attend over. A store
+tier keeps copies of blocks as records by key.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
     import msgspec
+    import numpy as np
+    from numpy.typing import NDArray
 
     from kvd.arena.base import Arena
     from kvd.arena.page_table import PageTable
+    from kvd.arena.runs import Pages
+    from kvd.protocol.keys import BlockKey, NamespaceInfo
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
+
+# Told of each record that is found: its place among the keys that were asked for, and its data,
+# which are good until it returns.
+Deliver: TypeAlias = Callable[[int, memoryview], None]
+
+
+class Tier(ABC):
+    """What every tier has. `survives`: what it holds is there when the daemon starts again."""
+
+    Config: ClassVar[type[msgspec.Struct]]
+    survives: ClassVar[bool]
+
+    name: str
+    capacity_bytes: int
+
+    @abstractmethod
+    def __init__(self, config: Any, directory: Path) -> None:
+        """`config` is this class's own Config, made from its section of the configuration.
+
+        `directory` is the daemon's: for a memory tier on shared memory, for a store tier where data
+        outlive the machine's memory. Raises ConfigError where the configuration cannot be used.
+        Touches nothing yet.
+        """
+
+    @abstractmethod
+    def open(self, epoch: int) -> None:
+        """Make ready. Raises AlreadyRunning, TierFailed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; what survives stays where it is. Idempotent."""
+
+
+# --- memory ----------------------------------------------------------------------------------
 
 
 class TierArena(ABC):
     """The memory of one layout in a memory tier, with its page table.
 
-    `back`, `unback` and `close` are called from one thread at a time and never on the event loop.
+    Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace` and `close`
+    are called from one thread at a time and never on the event loop, copies from several at once.
     The table is written by the event loop alone.
     """
 
     path: Path
     layout: Layout
+    row_bytes: int
     num_pages: int
     extent_pages: int
     table: PageTable
@@ -39,6 +85,13 @@ class TierArena(ABC):
         """The pages in the daemon's own mapping; which of them may be touched, leases say."""
 
     @abstractmethod
+    def note_namespace(self, number: int, info: NamespaceInfo) -> None:
+        """Keep what a number in the table's records stands for, before the first has it.
+
+        Raises TierFailed.
+        """
+
+    @abstractmethod
     def back(self, run: Run) -> None:
         """Give memory to whole extents; raises TierFailed, all undone, if it is not there."""
 
@@ -47,31 +100,47 @@ class TierArena(ABC):
         """Take the memory of whole extents back; nobody holds these pages."""
 
     @abstractmethod
+    def copy_out(self, pages: Pages, out: memoryview) -> None:
+        """Copy pages into `out`, one after the other, each as its layout has a block in bytes.
+
+        What is read of a page that is written meanwhile is of no use; the caller finds out.
+        """
+
+    @abstractmethod
+    def copy_in(self, pages: Pages, data: memoryview) -> None:
+        """Copy what `copy_out` gave into pages that the caller reserved."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back. Who still maps the arena keeps its memory until it lets go."""
 
 
-class MemoryTier(ABC):
-    """A tier whose pages clients map: one arena per layout, all within one capacity."""
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """An arena that an earlier epoch left, with what its page table said when it was opened.
 
-    Config: ClassVar[type[msgspec.Struct]]
+    `records` are those of `pages`, all that have memory; `sealed` says which of them are whole.
+    """
 
-    name: str
-    capacity_bytes: int
+    arena: TierArena
+    namespaces: dict[int, NamespaceInfo]
+    pages: Pages
+    records: NDArray[Any]
+    sealed: NDArray[np.bool_]
+
+
+class MemoryTier(Tier):
+    """A tier whose pages clients map: one arena per layout and row width, within one capacity."""
 
     @abstractmethod
-    def __init__(self, config: Any, directory: Path) -> None:
-        """`config` is this class's own Config; `directory` is the daemon's, on shared memory.
+    def adopt(self) -> list[Adopted]:
+        """The arenas that an earlier epoch of this boot left whole; everything else is removed.
 
-        Raises ConfigError where the configuration cannot be used. Touches nothing yet.
+        Called once, after `open`. Their pages keep their memory and their records.
         """
 
     @abstractmethod
-    def open(self, epoch: int) -> None:
-        """Make ready; what an earlier epoch left is removed. Raises AlreadyRunning, TierFailed."""
-
-    @abstractmethod
-    def create_arena(self, layout: Layout, fingerprint: bytes) -> TierArena:
+    def create_arena(self, layout: Layout, row_bytes: int) -> TierArena:
         """An arena whose length allows the whole capacity, without memory yet.
 
         Raises BadRequest for a layout of which not even one extent fits into the capacity, or whose
@@ -80,8 +149,95 @@ class MemoryTier(ABC):
 
     @abstractmethod
     def remove_arena(self, arena: TierArena) -> None:
-        """Close one arena, of which nobody holds a page, and forget it."""
+        """Close one arena, of which nobody holds a page, and forget it for good."""
+
+
+# --- stores ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a store keeps of a block: its data, all of one size in a store, and what it is.
+
+    The store gives both back as they are and looks into neither.
+    """
+
+    key: BlockKey
+    about: bytes
+    data: memoryview
+
+
+class Store(ABC):
+    """The records of one layout in a store tier; their data have `data_bytes` each.
+
+    `write`, `delete`, `sync` and `write_note` are called from one thread at a time; `read` from
+    several, also while one of those goes on. Every method but `used_bytes` may raise TierFailed.
+    """
+
+    layout: Layout
+    data_bytes: int
+    # What a record takes of the tier's capacity, everything included.
+    record_bytes: int
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Of the tier's capacity: what is really taken where the records are kept."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Close every arena and let go of the directory."""
+    def write(self, records: Sequence[Record]) -> None:
+        """Keep these records, all of them or none; one whose key is there takes its place.
+
+        When it returns, they are read and survive the daemon; a power loss only after `sync`.
+        Raises TierFull where there is no room: delete some.
+        """
+
+    @abstractmethod
+    def read(self, keys: Sequence[BlockKey], deliver: Deliver) -> None:
+        """Deliver the data of those keys that are there, in any order."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget records; a key that is not there is none of them."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Sequence[tuple[BlockKey, bytes]]]:
+        """Every record's key and what it is, in batches and in any order, at the daemon's start."""
+
+    @abstractmethod
+    def write_note(self, name: bytes, value: bytes) -> None:
+        """Keep a short value of the daemon's own beside the records."""
+
+    @abstractmethod
+    def notes(self) -> dict[bytes, bytes]:
+        """All notes."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """When it returns, all that was written and deleted before survives a power loss."""
+
+
+class StoreTier(Tier):
+    """A tier that keeps records of blocks: one store per layout, all within one capacity.
+
+    `capacity_bytes` is a cap that what is kept never exceeds; `usable_bytes` of it may be taken by
+    records, the rest is headroom. `open` finds what an earlier epoch left and trusts only what is
+    whole.
+    """
+
+    @property
+    @abstractmethod
+    def usable_bytes(self) -> int:
+        """What all records together may take."""
+
+    @abstractmethod
+    def stores(self) -> list[Store]:
+        """Those that are open: after `open`, of each layout that an earlier epoch left."""
+
+    @abstractmethod
+    def create_store(self, layout: Layout, data_bytes: int) -> Store:
+        """A store without records, of a layout that has none. Raises TierFailed."""
+
+    @abstractmethod
+    def remove_store(self, store: Store) -> None:
+        """Forget a store and all in it, for good."""

@@ -11,15 +11,19 @@ import msgspec
 
 from kvd.protocol.errors import ConfigError
 from kvd.protocol.units import decode_size
+from kvd.tiers.base import StoreTier
 
 if TYPE_CHECKING:
-    from kvd.tiers.base import MemoryTier
+    from kvd.tiers.base import Tier
 
 GROUP = "kvd.tiers"
 
 
-def load_tier(section: Mapping[str, Any], directory: Path) -> MemoryTier:
-    """Make the tier that a configuration's section describes: `type` and the plugin's own keys."""
+def load_tier(section: Mapping[str, Any], directory: Path, data_directory: Path) -> Tier:
+    """Make the tier that a configuration's section describes: `type` and the plugin's own keys.
+
+    A memory tier gets `directory`, on shared memory; a store tier `data_directory`.
+    """
     kind = section.get("type")
     known = {point.name: point for point in entry_points(group=GROUP)}
     if kind not in known:
@@ -27,7 +31,7 @@ def load_tier(section: Mapping[str, Any], directory: Path) -> MemoryTier:
             f"tiers: unknown type {kind!r}; known here: {', '.join(sorted(known)) or 'none'}"
         )
     try:
-        tier_class: type[MemoryTier] = known[kind].load()
+        tier_class: type[Tier] = known[kind].load()
     except Exception as error:  # whatever a plugin's module does when it is imported
         raise ConfigError(f"tiers, type {kind}: cannot be imported: {error}") from error
     own = {key: value for key, value in section.items() if key != "type"}
@@ -35,4 +39,4 @@ def load_tier(section: Mapping[str, Any], directory: Path) -> MemoryTier:
         config = msgspec.convert(own, tier_class.Config, dec_hook=decode_size)
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiers, type {kind}: {error}") from error
-    return tier_class(config, directory)
+    return tier_class(config, data_directory if issubclass(tier_class, StoreTier) else directory)

@@ -15,10 +15,12 @@ from kvd.arena.owner import OwnerLock, private_directory
 from kvd.arena.page_table import PageTableFile, record_bytes
 from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
-from kvd.tiers.base import MemoryTier, TierArena
+from kvd.tiers.base import Adopted, MemoryTier, TierArena
 
 if TYPE_CHECKING:
     from kvd.arena.base import Arena
+    from kvd.arena.runs import Pages
+    from kvd.protocol.keys import NamespaceInfo
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
 
@@ -40,9 +42,12 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HostTierArena(TierArena):
     """One arena file and its page table file."""
 
-    def __init__(self, path: Path, layout: Layout, num_pages: int, extent_pages: int) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, row_bytes: int, num_pages: int, extent_pages: int
+    ) -> None:
         self.path = path
         self.layout = layout
+        self.row_bytes = row_bytes
         self.num_pages = num_pages
         self.extent_pages = extent_pages
         table_path = path.with_suffix(".pages")
@@ -81,6 +86,15 @@ class HostTierArena(TierArena):
         except OSError as error:
             raise TierFailed(f"memory of {self.path} cannot be taken back: {error}") from error
 
+    def note_namespace(self, number: int, info: NamespaceInfo) -> None:
+        pass
+
+    def copy_out(self, pages: Pages, out: memoryview) -> None:
+        self.memory.copy_out(pages, out)
+
+    def copy_in(self, pages: Pages, data: memoryview) -> None:
+        self.memory.copy_in(pages, data)
+
     def close(self) -> None:
         self._arena.close()
         self._records.close()
@@ -90,6 +104,7 @@ class HostTier(MemoryTier):
     """Arenas as files on a tmpfs, by default beside the daemon's other files."""
 
     Config = HostConfig
+    survives = True
     name = "host"
 
     def __init__(self, config: HostConfig, directory: Path) -> None:
@@ -126,7 +141,10 @@ class HostTier(MemoryTier):
                 format_bytes(self.capacity_bytes),
             )
 
-    def create_arena(self, layout: Layout, fingerprint: bytes) -> HostTierArena:
+    def adopt(self) -> list[Adopted]:
+        return []
+
+    def create_arena(self, layout: Layout, row_bytes: int) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)
         if record_bytes(layout) > layout.page_bytes * MAX_RECORD_FRACTION:
             raise BadRequest(
@@ -143,8 +161,8 @@ class HostTier(MemoryTier):
         num_pages = num_extents * extent_pages
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.arena"
-        arena = HostTierArena(path, layout, num_pages, extent_pages)
-        arena.table.begin(self._epoch, fingerprint)
+        arena = HostTierArena(path, layout, row_bytes, num_pages, extent_pages)
+        arena.table.begin(self._epoch, bytes(32))
         self._arenas.append(arena)
         return arena
 

@@ -55,8 +55,8 @@ class MoodyArena(HostTierArena):
 class MoodyTier(HostTier):
     """A host tier whose arenas are moody."""
 
-    def create_arena(self, layout: Layout, fingerprint: bytes) -> HostTierArena:
-        arena = super().create_arena(layout, fingerprint)
+    def create_arena(self, layout: Layout, row_bytes: int) -> HostTierArena:
+        arena = super().create_arena(layout, row_bytes)
         arena.__class__ = MoodyArena
         assert isinstance(arena, MoodyArena)
         arena.ready, arena.backed = threading.Event(), []
@@ -385,7 +385,7 @@ def test_a_run_is_backed_in_pieces_of_whole_extents(shm: Path) -> None:  # noqa:
     layout = Layout(32, 8, 128, "bfloat16")  # 2 MiB a page
     tier = HostTier(HostConfig(1 << 30), shm)  # type: ignore[arg-type]
     tier.open(1)
-    arena = tier.create_arena(layout, bytes(32))
+    arena = tier.create_arena(layout, 4)
     pieces = backing_pieces(arena, Run(16, 112))
     assert pieces == [Run(first, 32) for first in (16, 48, 80)] + [Run(112, 16)]
     tier.close()

@@ -26,11 +26,11 @@ async def test_a_tier_is_used_through_its_actor(shm: Path) -> None:  # noqa: F81
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(7)
-        arena = await actor.create_arena(LAYOUT, bytes(32))
+        arena = await actor.create_arena(LAYOUT, 4)
         await actor.back(arena, Run(32, 32))
         assert arena.backed_bytes == 32 * LAYOUT.page_bytes
         with pytest.raises(BadRequest):
-            await actor.create_arena(Layout(64, 8, 128, "float32"), bytes(32))
+            await actor.create_arena(Layout(64, 8, 128, "float32"), 4)
         actor.close()
     tier.close()
 
@@ -58,7 +58,7 @@ async def test_memory_that_is_not_there_is_a_tier_failure(
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(1)
-        arena = await actor.create_arena(LAYOUT, bytes(32))
+        arena = await actor.create_arena(LAYOUT, 4)
         (small / "another's").write_bytes(bytes(64 << 10))
         with pytest.raises(TierFailed, match="No space left"):
             await actor.back(arena, Run(0, arena.num_pages))

@@ -20,7 +20,6 @@ from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
 from tests.e2e.support import EXTENT_PAGES, LAYOUT
 
 Mount = Callable[..., Path]
-FINGERPRINT = bytes(range(32))
 
 
 def make(directory: Path, capacity: int = 1 << 20) -> HostTier:
@@ -76,7 +75,7 @@ def test_a_closed_tier_lets_go_of_its_directory(shm: Path) -> None:  # noqa: F81
     for epoch in (1, 2, 3):
         tier = make(shm / "kvd")
         tier.open(epoch)
-        tier.create_arena(LAYOUT, FINGERPRINT)
+        tier.create_arena(LAYOUT, 4)
         tier.close()
     assert [path.name for path in (shm / "kvd").iterdir()] == ["host.lock"]
 
@@ -106,7 +105,7 @@ def test_a_directory_of_another_user_is_refused(shm: Path) -> None:  # noqa: F81
 
 
 def test_an_arena_has_the_whole_capacity_and_no_memory_yet(tier: HostTier) -> None:
-    arena = tier.create_arena(LAYOUT, FINGERPRINT)
+    arena = tier.create_arena(LAYOUT, 4)
     assert arena.extent_pages == EXTENT_PAGES
     assert arena.path.stat().st_size == arena.num_pages * LAYOUT.page_bytes
     assert arena.backed_bytes == 0
@@ -117,15 +116,15 @@ def test_an_arena_has_the_whole_capacity_and_no_memory_yet(tier: HostTier) -> No
 
 
 def test_two_layouts_have_an_arena_each(tier: HostTier) -> None:
-    one = tier.create_arena(LAYOUT, FINGERPRINT)
-    two = tier.create_arena(Layout(1, 2, 8, "float32", block_size=4), FINGERPRINT)
+    one = tier.create_arena(LAYOUT, 4)
+    two = tier.create_arena(Layout(1, 2, 8, "float32", block_size=4), 4)
     assert one.path != two.path
     one.back(Run(0, EXTENT_PAGES))
     assert (one.backed_bytes, two.backed_bytes) == (EXTENT_PAGES * LAYOUT.page_bytes, 0)
 
 
 def test_memory_is_given_and_taken_by_extents(tier: HostTier) -> None:
-    arena = tier.create_arena(LAYOUT, FINGERPRINT)
+    arena = tier.create_arena(LAYOUT, 4)
     arena.back(Run(0, 3 * EXTENT_PAGES))
     arena.unback(Run(EXTENT_PAGES, EXTENT_PAGES))
     assert arena.backed_bytes == 2 * EXTENT_PAGES * LAYOUT.page_bytes
@@ -133,7 +132,7 @@ def test_memory_is_given_and_taken_by_extents(tier: HostTier) -> None:
 
 def test_a_layout_of_which_no_extent_fits_is_refused(tier: HostTier) -> None:
     with pytest.raises(BadRequest, match="raise its capacity_bytes"):
-        tier.create_arena(Layout(32, 8, 128, "bfloat16"), FINGERPRINT)
+        tier.create_arena(Layout(32, 8, 128, "bfloat16"), 4)
 
 
 def test_a_full_file_system_is_a_failure_that_leaves_no_file(tmpfs: Mount) -> None:  # noqa: F811
@@ -143,10 +142,10 @@ def test_a_full_file_system_is_a_failure_that_leaves_no_file(tmpfs: Mount) -> No
     (small / "filler").write_bytes(bytes(60 << 10))
     before = set(small.iterdir())
     with pytest.raises(TierFailed, match="page table"):
-        tier.create_arena(LAYOUT, FINGERPRINT)
+        tier.create_arena(LAYOUT, 4)
     assert set(small.iterdir()) == before
     (small / "filler").unlink()
-    tier.create_arena(LAYOUT, FINGERPRINT)
+    tier.create_arena(LAYOUT, 4)
     tier.close()
 
 
@@ -155,11 +154,11 @@ def test_a_file_system_without_inodes_is_a_failure(tmpfs: Mount) -> None:  # noq
     with closing(make(small)) as tier:
         tier.open(1)
         with pytest.raises(TierFailed):
-            tier.create_arena(LAYOUT, FINGERPRINT)
+            tier.create_arena(LAYOUT, 4)
 
 
 def test_files_are_not_for_everybody(tier: HostTier) -> None:
-    arena = tier.create_arena(LAYOUT, FINGERPRINT)
+    arena = tier.create_arena(LAYOUT, 4)
     assert tier.directory.stat().st_mode & 0o777 == 0o750
     assert arena.path.stat().st_mode & 0o007 == 0
     assert arena.path.with_suffix(".pages").stat().st_mode & 0o777 == 0o600

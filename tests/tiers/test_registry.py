@@ -52,13 +52,13 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_our_tier_comes_through_the_door(shm: Path) -> None:  # noqa: F811
-    tier = load_tier({"type": "host", "capacity_bytes": "1MiB"}, shm)
+    tier = load_tier({"type": "host", "capacity_bytes": "1MiB"}, shm, shm)
     assert type(tier) is HostTier
     assert tier.capacity_bytes == 1 << 20
 
 
 def test_somebody_elses_tier_comes_through_the_same_door(plugin: Path, shm: Path) -> None:  # noqa: F811
-    tier = load_tier({"type": "painted", "colour": "red"}, shm)
+    tier = load_tier({"type": "painted", "colour": "red"}, shm, shm)
     assert (tier.name, tier.capacity_bytes) == ("painted", 1 << 16)
 
 
@@ -77,7 +77,7 @@ def test_a_daemon_runs_with_somebody_elses_tier(
 def test_an_unknown_type_is_answered_with_the_known_ones(plugin: Path, tmp_path: Path) -> None:
     for section in ({"type": "nonesuch"}, {}, {"type": 3}, {"type": None}):
         with pytest.raises(ConfigError, match="known here: broken, host, painted"):
-            load_tier(section, tmp_path)
+            load_tier(section, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_keys_that_a_tier_cannot_use_are_refused_by_name(
     plugin: Path, tmp_path: Path, section: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
-        load_tier(section, tmp_path)
+        load_tier(section, tmp_path, tmp_path)
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(plugin: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="broken"):
-        load_tier({"type": "broken"}, tmp_path)
+        load_tier({"type": "broken"}, tmp_path, tmp_path)
