@@ -32,6 +32,7 @@ from kvd.cache.plan import (
     Committed,
     Detached,
     Ended,
+    Forgotten,
     Freed,
     Granted,
     Matched,
@@ -43,6 +44,7 @@ from kvd.cache.plan import (
     Unback,
     merged,
 )
+from kvd.cache.radix import MEMORY
 from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
 from kvd.protocol.errors import (
@@ -402,7 +404,7 @@ class Manager:
         rows = _rows(namespace, tokens, item.extras)
         answer = self.state.drop(namespace, rows, item.from_block)
         self._carry_out(answer.plan)
-        return DropResult({self._tier.tier.name: answer.num_blocks}, answer.num_detached)
+        return DropResult({self._tier.tier.name: answer.num_blocks[MEMORY]}, answer.num_detached)
 
     # --- status ---
 
@@ -482,6 +484,8 @@ class Manager:
                     arena = self._arenas[step.arena]
                     arena.table.unback(pages_of([step.run]))
                     self._do(self._tier.unback, arena, step.run)
+                case Forgotten():
+                    pass
                 case Removed():
                     self._do(self._tier.remove_arena, self._arenas.pop(step.arena))
                 case _:

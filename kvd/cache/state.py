@@ -30,6 +30,7 @@ from kvd.cache.plan import (
     DropAnswer,
     Ended,
     Granted,
+    Lacking,
     Matched,
     Pinned,
     Plan,
@@ -38,21 +39,27 @@ from kvd.cache.plan import (
     Reserved,
     Short,
 )
-from kvd.cache.policy import Lru
-from kvd.cache.radix import Found, Tree
+from kvd.cache.radix import Found, Gone, Node, Tree
 from kvd.cache.rows import row_bytes, tokens_of
+from kvd.cache.stores import Stores, StoreState
 from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
 from kvd.protocol.messages import Tail
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.config import CacheConfig, LimitConfig
     from kvd.protocol.codec import Tokens
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
 
 
+# Of blocks in stores, so many at most are read before those that came are looked at.
+MAX_PROMOTED = 1024
+
+
 class CacheState:
-    """All that the cache knows of one memory tier of `capacity_bytes`."""
+    """All that the cache knows: one memory tier of `capacity_bytes`, and the stores below it."""
 
     def __init__(
         self,
@@ -60,10 +67,13 @@ class CacheState:
         num_slots: int,
         config: CacheConfig,
         limits: LimitConfig,
+        stores: Sequence[StoreState] = (),
     ) -> None:
         self.limits = limits
         self.counters: Counter[str] = Counter()
         self.memory = Memory(capacity_bytes, config, self.counters)
+        self.stores = Stores(stores, self.memory, self.counters)
+        self._num_tiers = 1 + len(stores)
         self.namespaces: dict[int, Namespace] = {}
         self.leases = LeaseTable(num_slots)
         self.pins = PinTable(
@@ -129,7 +139,7 @@ class CacheState:
         )
 
     def _forget(self, space: Namespace, plan: Plan) -> None:
-        self.memory.clear(space, plan)
+        self._remove(space, space.tree.detach(space.tree.root), plan)
         space.arena.namespaces.remove(space)
         del self.namespaces[space.id], self._by_key[space.key]
 
@@ -160,9 +170,9 @@ class CacheState:
             if guaranteed + quota.guaranteed_bytes > self.memory.capacity_bytes:
                 raise LimitExceeded("the quotas guarantee more than the capacity: lower them")
             self._num_opened += 1
-            lru = Lru()
-            tree = Tree(arena.layout.block_size, row_bytes(extras=extras), lru)
-            space = Namespace(self._num_opened, key, identity, salt, arena, tree, lru, quota)
+            width = row_bytes(extras=extras)
+            tree = Tree(key, arena.layout.block_size, width, self._num_tiers)
+            space = Namespace(self._num_opened, key, identity, salt, arena, tree, quota)
             self._by_key[key] = self.namespaces[space.id] = space
             arena.namespaces.append(space)
         space.sessions.add(session)
@@ -209,7 +219,9 @@ class CacheState:
         if known := self._known(session, lease_id, namespace, asked, plan):
             return known
         tree = namespace.tree
-        lease = self._grant(session, lease_id, namespace, asked, tree.find(tokens), now)
+        found = self._find(namespace, tokens)
+        lease = self._grant(session, lease_id, namespace, asked, found, now)
+        self.stores.admit(namespace, lease.node, is_new=False)
         if exact_tail:
             self._lock_tail(lease, tokens[lease.num_blocks * tree.block_bytes :])
         self._count_match(lease, len(tokens) // tree.row_bytes)
@@ -272,9 +284,65 @@ class CacheState:
         runs = runs_of(lease.node.path_pages()[: lease.num_matched])
         return Matched(lease, runs, lease.tail, plan)
 
+    def _find(self, space: Namespace, tokens: Tokens, start: Node | None = None) -> Found:
+        """The longest prefix in memory that may be served."""
+        found = space.tree.find(tokens, start)
+        if space.arena.unverified and (pages := self._unverified(space, found)):
+            end = min(pages) * space.tree.block_bytes
+            return space.tree.find(tokens[:end], start)
+        return found
+
+    def _unverified(self, space: Namespace, found: Found) -> dict[int, int]:
+        """The unverified pages among the last blocks of a found path, by their place in it."""
+        return (
+            {
+                place: page
+                for place, page in enumerate(_pages_to(found)[-found.total_blocks :])
+                if page in space.arena.unverified
+            }
+            if found.total_blocks
+            else {}
+        )
+
+    def lacking(
+        self, space: Namespace, tokens: Tokens, start: Node | None = None
+    ) -> Lacking | None:
+        """What must be done before more of these tokens are in memory and may be served.
+
+        First pages are to be verified, then blocks to be read from a store. None where nothing is.
+        """
+        found = space.tree.find(tokens, start)
+        if space.arena.unverified and (pages := self._unverified(space, found)):
+            return Lacking(np.array(list(pages.values()), np.int64))
+        if self._num_tiers == 1 or found.num_blocks < found.node.num_blocks:
+            return None
+        rest = tokens[found.total_blocks * space.tree.block_bytes :]
+        tier, keys = space.tree.stored(found.node, rest, MAX_PROMOTED)
+        if keys and self.stores.may_read(tier):
+            return Lacking(np.empty(0, np.int64), tier, keys)
+        return None
+
+    def extend(self, lease: Lease, tokens: Tokens) -> Matched:
+        """Lease what became resident behind a match of these tokens that committed nothing yet."""
+        space = lease.namespace
+        at = lease.num_blocks * space.tree.block_bytes
+        if lease.num_blocks != lease.num_matched or lease.node.path_tokens() != tokens[:at]:
+            raise BadRequest("extend: the lease is of other tokens, or has committed some")
+        plan: Plan = []
+        if not lease.node.detached:
+            found = self._find(space, tokens[at:], lease.node)
+            if found.total_blocks:
+                self._unlock_tail(lease, plan)
+                lease.node = space.tree.lock(found, below=lease.node)
+                lease.num_blocks += found.total_blocks
+                lease.num_matched = lease.num_blocks
+        return self._answer(lease, plan)
+
     def _lock_tail(self, lease: Lease, rest: Tokens) -> None:
         if found := lease.namespace.tree.find_tail(lease.node, rest):
             place, num_tokens = found
+            if place.node.pages[0] in lease.namespace.arena.unverified:
+                return
             lease.tail_node = lease.namespace.tree.lock(place)
             lease.tail = Tail(lease.tail_node.pages[0], num_tokens)
 
@@ -384,6 +452,7 @@ class CacheState:
         """Lead the lease's path over present blocks, then add the rest."""
         tree = lease.namespace.tree
         found = tree.find(tokens, lease.node)
+        assert not self._unverified(lease.namespace, found), "the caller has them verified first"
         present = found.total_blocks
         if present:
             lease.node = tree.lock(found, below=lease.node)
@@ -392,6 +461,7 @@ class CacheState:
         if present < len(pages):
             rest = tokens[present * tree.block_bytes :]
             plan.append(self._insert(lease, pages[present:], rest))
+            self.stores.admit(lease.namespace, lease.node, is_new=True)
 
     def _insert(self, lease: Lease, pages: Pages, tokens: Tokens) -> Committed:
         space, first_block = lease.namespace, lease.num_blocks
@@ -552,24 +622,50 @@ class CacheState:
         tree = space.tree
         plan: Plan = []
         space.generation += 1
+        before = list(tree.counts)
         if tokens:
-            found = tree.find(tokens[: (from_block + 1) * tree.block_bytes])
+            found = tree.find(tokens[: (from_block + 1) * tree.block_bytes], anywhere=True)
             if found.total_blocks <= from_block:
-                return DropAnswer(0, 0, plan)
+                return DropAnswer([0] * self._num_tiers, 0, plan)
             gone = tree.detach(found.node, found.num_blocks - 1)
         else:
             gone = tree.detach(tree.root)
+        self._remove(space, gone, plan)
+        num_detached = int((space.arena.pool.states[gone.held] == PageState.DETACHED).sum())
+        self.counters["blocks_dropped"] += len(gone.keys)
+        num_blocks = [old - new for old, new in zip(before, tree.counts, strict=True)]
+        return DropAnswer(num_blocks, num_detached, plan)
+
+    def remove_bad(self, space: Namespace, tokens: Tokens) -> Plan:
+        """The last block of these tokens is not what it was: it goes, with all that follows it.
+
+        The good prefix before it stays. Nothing where it went meanwhile.
+        """
+        plan: Plan = []
+        tree = space.tree
+        found = tree.find(tokens, anywhere=True)
+        if found.total_blocks * tree.block_bytes == len(tokens):
+            gone = tree.detach(found.node, found.num_blocks - 1)
+            self._remove(space, gone, plan)
+            self.counters["blocks_bad"] += 1
+        return plan
+
+    def _remove(self, space: Namespace, gone: Gone, plan: Plan) -> None:
+        """Blocks left the tree: memory and stores have them no more, but for who holds them."""
         self.memory.free(space, gone.free, plan)
         if len(gone.held):
             space.arena.pool.move(gone.held, PageState.COMMITTED, PageState.DETACHED)
             plan.append(Detached(space.arena.id, gone.held))
+        self.stores.forget_keys(space, gone.keys, plan)
         for pin in self.pins:
             if pin.node.detached:
                 self._unpin(pin, plan)
-        num_blocks = len(gone.free) + len(gone.held)
-        num_detached = int((space.arena.pool.states[gone.held] == PageState.DETACHED).sum())
-        self.counters["blocks_dropped"] += num_blocks
-        return DropAnswer(num_blocks, num_detached, plan)
+
+
+def _pages_to(found: Found) -> list[int]:
+    """The pages of a found path."""
+    above = found.node.path_pages()[: -found.node.num_blocks] if found.node.num_blocks else ()
+    return [*map(int, above), *found.node.pages[: found.num_blocks]]
 
 
 def _sorted(pages: set[int]) -> Pages:
@@ -582,5 +678,4 @@ def _place(space: Namespace) -> tuple[bool, int]:
 
 
 def _last_touch(space: Namespace) -> int:
-    hottest = space.lru.hottest()
-    return hottest.stamp if hottest else -1
+    return space.lru.last_touch

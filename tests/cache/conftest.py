@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from kvd.cache.memory import ArenaState, Namespace, Quota
 from kvd.cache.plan import Back, Committed, Freed, Granted, Plan, Short
+from kvd.cache.radix import MEMORY, Node, Tree
 from kvd.cache.state import CacheState
 from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.keys import Identity
@@ -184,6 +185,12 @@ class Cache:
     def _named(self, salt: str) -> Namespace:
         spaces = self.state.namespaces.values()
         return next((one for one in spaces if one.salt == salt), None) or self.tenant(salt)
+
+
+def by_age(tree: Tree, tier: int = MEMORY) -> list[Node]:
+    """The unlocked nodes that a tier has, in the order in which they go."""
+    nodes = [node for node in tree.nodes() if node.is_in(tier) and not node.locks]
+    return sorted(nodes, key=lambda node: (node.stamp, -len(node.path())))
 
 
 def freed(plan: Plan) -> list[int]:

@@ -25,6 +25,7 @@ from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from tests.cache import model as slow
 from tests.cache.books import Books
+from tests.cache.conftest import by_age
 from tests.cache.model import Model, Page, Refused, Tokens
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def ages_agree(self) -> None:
         for space in self.state.namespaces.values():
-            pages = [page for node in space.lru for page in reversed(node.pages)]
+            pages = [page for node in by_age(space.tree) for page in reversed(node.pages)]
             expected = [block.page for block in self.model.unlocked(space.id)]
             assert [Page(space.arena.id, page) for page in pages] == expected
 

@@ -845,7 +845,7 @@ def test_a_dropped_block_and_all_behind_it_are_found_no_more(cache: Cache) -> No
     for text in ("abcd", "abxy", "r"):
         cache.fill(text)
     answer = cache.state.drop(cache.namespace, packed("abc"), 1)
-    assert (answer.num_blocks, answer.num_detached) == (5, 0)
+    assert (answer.num_blocks, answer.num_detached) == ([5], 0)
     assert len(freed(answer.plan)) == 5
     assert cache.texts() == {"a", "r"}
 
@@ -854,7 +854,7 @@ def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
     cache.fill("abcd")
     cache.hold("abxy")
     answer = cache.state.drop(cache.namespace, b"")
-    assert (answer.num_blocks, answer.num_detached) == (6, 4)
+    assert (answer.num_blocks, answer.num_detached) == ([6], 4)
     assert kinds(answer.plan) == [Freed, Detached]
     assert cache.match("ab").num_matched == 0
     check(cache.state)
@@ -863,7 +863,7 @@ def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
 @pytest.mark.parametrize(("text", "from_block"), [("abc", 3), ("abcd", 3), ("abx", 2), ("x", 0)])
 def test_what_is_not_there_is_not_dropped(cache: Cache, text: str, from_block: int) -> None:
     cache.fill("abc")
-    assert cache.state.drop(cache.namespace, packed(text), from_block) == DropAnswer(0, 0, [])
+    assert cache.state.drop(cache.namespace, packed(text), from_block) == DropAnswer([0], 0, [])
     assert cache.texts() == {"abc"}
 
 
@@ -891,7 +891,7 @@ def test_a_second_drop_above_a_dropped_block_does_no_harm(cache: Cache) -> None:
     pages = lease.node.path_pages().tolist()
     cache.state.drop(cache.namespace, packed("abcd"), 2)
     answer = cache.state.drop(cache.namespace, packed("a"))
-    assert (answer.num_blocks, answer.num_detached) == (2, 2)
+    assert (answer.num_blocks, answer.num_detached) == ([2], 2)
     check(cache.state)
     assert freed(cache.release(lease)) == pages[::-1]
 
@@ -936,7 +936,7 @@ def test_the_pins_of_what_is_dropped_end(cache: Cache) -> None:
     cache.pin("a")
     cache.pin("abc")
     answer = cache.state.drop(cache.namespace, packed("ab"), 1)
-    assert (answer.num_blocks, answer.num_detached) == (3, 0)
+    assert (answer.num_blocks, answer.num_detached) == ([3], 0)
     assert [pin.num_blocks for pin in cache.state.pins] == [1]
     assert cache.counts() == {"free": 15, "committed": 1}
 
