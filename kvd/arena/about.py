@@ -16,6 +16,7 @@ from kvd.protocol.layout import Layout
 VERSION = 1
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+RowBytes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -28,7 +29,7 @@ class About(msgspec.Struct, frozen=True):
     version: int
     boot: bytes
     layout: Layout
-    row_bytes: Count
+    row_bytes: RowBytes
     num_pages: Count
     extent_pages: Count
     namespaces: dict[int, NamespaceInfo] = {}

@@ -228,7 +228,7 @@ class PageTable:
         return sums ^ SEAL_OF_ZEROS
 
     def _words(self, records: NDArray[Any]) -> NDArray[np.uint64]:
-        return np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)
+        return np.ascontiguousarray(records).view("<u8").reshape(-1, records.itemsize // 8)
 
 
 def record_bytes(layout: Layout, row_bytes: int) -> int:
