@@ -164,11 +164,12 @@ class Manager:
         check_identity(identity)
         check_layout(layout)
         key = namespace_key(identity, layout, salt, extras=extras)
+        width = row_bytes(extras=extras)
         async with self._opening:
-            arena = self.state.find_arena(layout)
+            arena = self.state.find_arena(layout, width)
             if not self.state.knows(key):
                 self._carry_out(self.state.make_place(for_arena=arena is None))
-                arena = self.state.find_arena(layout) or await self._add_arena(layout)
+                arena = self.state.find_arena(layout, width) or await self._add_arena(layout, width)
             assert arena is not None
             namespace = self.state.open_namespace(
                 session,
@@ -176,16 +177,15 @@ class Manager:
                 identity,
                 salt,
                 arena,
-                extras=extras,
                 quota=self._quota(identity, salt),
             )
         self._untidy.set()
         return Opened(namespace, self._arenas[arena.id])
 
-    async def _add_arena(self, layout: Layout) -> ArenaState:
-        made = await self._tier.create_arena(layout, row_bytes(extras=False))
-        size = record_bytes(layout)
-        arena = self.state.add_arena(layout, made.num_pages, made.extent_pages, size)
+    async def _add_arena(self, layout: Layout, width: int) -> ArenaState:
+        made = await self._tier.create_arena(layout, width)
+        size = record_bytes(layout, width)
+        arena = self.state.add_arena(layout, width, made.num_pages, made.extent_pages, size)
         self._arenas[arena.id] = made
         return arena
 
@@ -467,7 +467,7 @@ class Manager:
                     self._arenas[step.arena].table.reserve(step.pages, step.session)
                 case Committed():
                     self._arenas[step.arena].table.commit(
-                        step.pages, step.parent, step.first_block, step.tokens, step.namespace
+                        step.pages, step.parent, step.first_block, step.rows, step.namespace
                     )
                 case Detached():
                     self._arenas[step.arena].table.detach(step.pages)

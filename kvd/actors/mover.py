@@ -6,37 +6,7 @@ nodes: whatever was evicted, committed or dropped while it waited, the state say
 
 from __future__ import annotations
 
-import itertools
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
-
-import anyio
-import numpy as np
-
-from kvd.arena.checksum import block_checksums
-from kvd.cache.leases import OWN_SESSION
-from kvd.cache.radix import MEMORY
-from kvd.cache.recovery import about
-from kvd.protocol.errors import KvdError, TierFailed
-from kvd.tiers import copying
-from kvd.tiers.copying import Copy
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup, TaskStatus
-
-    from kvd.actors.store import StoreActor
-    from kvd.arena.runs import Pages
-    from kvd.cache.memory import ArenaState, Namespace
-    from kvd.cache.plan import Forgotten, Lacking, Plan
-    from kvd.cache.radix import Node
-    from kvd.cache.state import CacheState
-    from kvd.cache.stores import Write
-    from kvd.config import CacheConfig
-    from kvd.tiers.base import TierArena
 
 logger = logging.getLogger(__name__)
 

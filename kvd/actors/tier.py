@@ -24,6 +24,8 @@ class TierActor(Actor):
 
     async def open(self, epoch: int) -> None:
         await self._ask(self.tier.open, epoch)
+        for left in await self._ask(self.tier.adopt):
+            await self.remove_arena(left.arena)
 
     async def create_arena(self, layout: Layout, row_bytes: int) -> TierArena:
         return await self._ask(self.tier.create_arena, layout, row_bytes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.arena.base import Arena, punch, slice_offsets
+from kvd.arena.files import make_file
 from kvd.protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -35,13 +36,12 @@ class HostArena:
     full file system is an error here and never a SIGBUS in a client.
     """
 
-    def __init__(self, path: Path, layout: Layout, num_pages: int) -> None:
+    def __init__(self, path: Path, layout: Layout, num_pages: int, fd: int | None = None) -> None:
+        """Over `fd`, a file that is there, else over a new one: for the group, who are clients."""
         self.path = path
         self.layout = layout
         self.num_pages = num_pages
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
-        os.fchmod(self._fd, 0o660)  # whatever the umask: the group's processes are clients too
-        os.ftruncate(self._fd, num_pages * layout.page_bytes)
+        self._fd = make_file(path, num_pages * layout.page_bytes, 0o660) if fd is None else fd
 
     @cached_property
     def memory(self) -> Arena:
@@ -75,9 +75,8 @@ class HostArena:
             punch(self._fd, offset, size)
 
     def close(self) -> None:
-        """Unlink the file; who maps it keeps the memory until it lets go. Idempotent."""
+        """Leave the file as it is. Idempotent."""
         if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 

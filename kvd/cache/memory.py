@@ -42,13 +42,15 @@ MAX_BROKEN_FRACTION = 1 / 16
 
 @dataclass(eq=False, slots=True)
 class ArenaState:
-    """The pages of one layout in the tier. Each has `record_bytes` in the page table beside it.
+    """The pages of one layout and row width in the tier.
 
-    Of `unverified` pages, which an earlier epoch committed, the checksum was not looked at yet.
+    Each has `record_bytes` in the page table beside it. Of `unverified` pages, which an earlier
+    epoch committed, the checksum was not looked at yet.
     """
 
     id: int
     layout: Layout
+    row_bytes: int
     pool: PagePool
     record_bytes: int = 0
     namespaces: list[Namespace] = field(default_factory=list)

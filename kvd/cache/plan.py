@@ -13,7 +13,6 @@ import numpy as np
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.leases import Lease
-    from kvd.protocol.codec import Tokens
     from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run, Runs, Shortage, Tail
@@ -36,7 +35,7 @@ class Committed:
     pages: Pages
     parent: int
     first_block: int
-    tokens: Tokens
+    rows: bytes
     namespace: int
 
 

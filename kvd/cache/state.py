@@ -40,7 +40,6 @@ from kvd.cache.plan import (
     Short,
 )
 from kvd.cache.radix import Found, Gone, Node, Tree
-from kvd.cache.rows import row_bytes, tokens_of
 from kvd.cache.stores import Stores, StoreState
 from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
 from kvd.protocol.messages import Tail
@@ -89,17 +88,25 @@ class CacheState:
 
     # --- arenas and namespaces ---
 
-    def find_arena(self, layout: Layout) -> ArenaState | None:
+    def find_arena(self, layout: Layout, row_bytes: int) -> ArenaState | None:
+        wanted = layout, row_bytes
         arenas = self.memory.arenas.values()
-        return next((arena for arena in arenas if arena.layout == layout), None)
+        return next((arena for arena in arenas if (arena.layout, arena.row_bytes) == wanted), None)
 
     def add_arena(
-        self, layout: Layout, num_pages: int, extent_pages: int, record_bytes: int = 0
+        self,
+        layout: Layout,
+        row_bytes: int,
+        num_pages: int,
+        extent_pages: int,
+        record_bytes: int = 0,
     ) -> ArenaState:
         """An arena without memory."""
         number = self._num_arenas
         self._num_arenas += 1
-        arena = ArenaState(number, layout, PagePool(num_pages, extent_pages), record_bytes)
+        arena = ArenaState(
+            number, layout, row_bytes, PagePool(num_pages, extent_pages), record_bytes
+        )
         self.memory.arenas[number] = arena
         return arena
 
@@ -155,7 +162,6 @@ class CacheState:
         salt: str,
         arena: ArenaState,
         *,
-        extras: bool = False,
         quota: Quota = NO_QUOTA,
     ) -> Namespace:
         """The namespace of this key, made at its first use; the session has it open from here on.
@@ -170,8 +176,7 @@ class CacheState:
             if guaranteed + quota.guaranteed_bytes > self.memory.capacity_bytes:
                 raise LimitExceeded("the quotas guarantee more than the capacity: lower them")
             self._num_opened += 1
-            width = row_bytes(extras=extras)
-            tree = Tree(key, arena.layout.block_size, width, self._num_tiers)
+            tree = Tree(key, arena.layout.block_size, arena.row_bytes, self._num_tiers)
             space = Namespace(self._num_opened, key, identity, salt, arena, tree, quota)
             self._by_key[key] = self.namespaces[space.id] = space
             arena.namespaces.append(space)
@@ -472,8 +477,7 @@ class CacheState:
         self._take_reserved(lease, listed)
         space.arena.pool.move(pages, PageState.RESERVED, PageState.COMMITTED)
         self.counters["blocks_committed"] += len(listed)
-        ids = tokens_of(tokens, space.tree.row_bytes)
-        return Committed(space.arena.id, pages, parent, first_block, ids, space.id)
+        return Committed(space.arena.id, pages, parent, first_block, tokens, space.id)
 
     # --- ends ---
 

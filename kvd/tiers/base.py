@@ -62,9 +62,9 @@ class Tier(ABC):
 class TierArena(ABC):
     """The memory of one layout in a memory tier, with its page table.
 
-    Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace` and `close`
-    are called from one thread at a time and never on the event loop, copies from several at once.
-    The table is written by the event loop alone.
+    Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace`,
+    `forget_namespace` and `close` are called from one thread at a time and never on the event loop,
+    copies from several at once. The table is written by the event loop alone.
     """
 
     path: Path
@@ -92,6 +92,10 @@ class TierArena(ABC):
         """
 
     @abstractmethod
+    def forget_namespace(self, number: int) -> None:
+        """No record has this number any more."""
+
+    @abstractmethod
     def back(self, run: Run) -> None:
         """Give memory to whole extents; raises TierFailed, all undone, if it is not there."""
 
@@ -112,7 +116,7 @@ class TierArena(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Who still maps the arena keeps its memory until it lets go."""
+        """Let go of it; what survives stays. Who still maps the arena keeps its memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ async def running(
     directory: Path, num_pages: int = 128, config: CacheConfig = NO_AHEAD
 ) -> AsyncGenerator[Cache]:
     tier = MoodyTier(
-        HostConfig(num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, num_pages)), directory
+        HostConfig(num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, 4, num_pages)), directory
     )  # type: ignore[arg-type]
     actor = TierActor(tier)
     async with create_task_group() as tasks:

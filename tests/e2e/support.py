@@ -39,7 +39,7 @@ def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, An
 
 def capacity_of(num_pages: int, layout: Layout = LAYOUT) -> int:
     """What so many pages take, and the table that is kept of them."""
-    return num_pages * layout.page_bytes + table_bytes(layout, num_pages)
+    return num_pages * layout.page_bytes + table_bytes(layout, 4, num_pages)
 
 
 def eventually(condition: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:

@@ -11,6 +11,7 @@ import pytest
 
 from kvd.arena.page_table import record_bytes, table_bytes
 from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFailed
+from kvd.protocol.keys import Identity, NamespaceInfo
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize
@@ -75,20 +76,16 @@ def test_a_closed_tier_lets_go_of_its_directory(shm: Path) -> None:  # noqa: F81
     for epoch in (1, 2, 3):
         tier = make(shm / "kvd")
         tier.open(epoch)
-        tier.create_arena(LAYOUT, 4)
         tier.close()
-    assert [path.name for path in (shm / "kvd").iterdir()] == ["host.lock"]
 
 
-def test_what_an_earlier_epoch_left_is_removed(shm: Path) -> None:  # noqa: F811
-    directory = shm / "kvd"
-    directory.mkdir()
-    for name in ("0-0.arena", "0-0.pages", "notes.txt"):
-        (directory / name).touch()
-    tier = make(directory)
-    tier.open(1)
-    assert sorted(path.name for path in directory.iterdir()) == ["host.lock", "notes.txt"]
-    tier.close()
+def test_a_closed_tier_leaves_its_arenas(shm: Path) -> None:  # noqa: F811
+    for epoch in (1, 2):
+        with closing(make(shm / "kvd")) as tier:
+            tier.open(epoch)
+            tier.create_arena(LAYOUT, 4)
+    names = [f"{epoch:016x}-1.{kind}" for epoch in (1, 2) for kind in ("about", "arena", "pages")]
+    assert sorted(path.name for path in (shm / "kvd").iterdir()) == [*names, "host.lock"]
 
 
 def test_a_directory_of_another_user_is_refused(shm: Path) -> None:  # noqa: F811
@@ -110,8 +107,8 @@ def test_an_arena_has_the_whole_capacity_and_no_memory_yet(tier: HostTier) -> No
     assert arena.path.stat().st_size == arena.num_pages * LAYOUT.page_bytes
     assert arena.backed_bytes == 0
     assert arena.table.num_pages == arena.num_pages
-    size = arena.num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, arena.num_pages)
-    extent = EXTENT_PAGES * (LAYOUT.page_bytes + record_bytes(LAYOUT))
+    size = arena.num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, 4, arena.num_pages)
+    extent = EXTENT_PAGES * (LAYOUT.page_bytes + record_bytes(LAYOUT, 4))
     assert 0 <= (1 << 20) - size < extent
 
 
@@ -162,3 +159,10 @@ def test_files_are_not_for_everybody(tier: HostTier) -> None:
     assert tier.directory.stat().st_mode & 0o777 == 0o750
     assert arena.path.stat().st_mode & 0o007 == 0
     assert arena.path.with_suffix(".pages").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_arena_that_is_removed_leaves_no_file(tier: HostTier) -> None:
+    arena = tier.create_arena(LAYOUT, 4)
+    arena.note_namespace(1, NamespaceInfo(Identity("model", "main"), LAYOUT))
+    tier.remove_arena(arena)
+    assert [path.name for path in tier.directory.iterdir()] == ["host.lock"]
