@@ -28,11 +28,18 @@ MAX_REQUEST_BYTES = 1 << 40
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Eviction starts in the background above `high_watermark` and stops at `low_watermark`.
 
-    `back_ahead_bytes` of free memory are kept ready, so that a reserve seldom waits for it.
+    Above `demote_watermark` blocks are copied to the tiers below, so that eviction only forgets:
+    with `admission` all of them, or those that were matched again. Every `checkpoint_seconds` the
+    rest is copied to the tiers that survive. `back_ahead_bytes` of free memory are kept ready, so
+    that a reserve seldom waits for it. `scrub_bytes` a second are compared with their checksums.
     """
 
     high_watermark: Fraction = 0.98
     low_watermark: Fraction = 0.95
+    demote_watermark: Fraction = 0.75
+    admission: Literal["all", "reused"] = "all"
+    checkpoint_seconds: Seconds = 300.0
+    scrub_bytes: ByteSize = ByteSize(32 << 20)
     back_ahead_bytes: ByteSize = ByteSize(64 << 20)
 
 

@@ -13,9 +13,10 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, assert_never
 
 import anyio
 import msgspec
@@ -44,7 +45,6 @@ from kvd.cache.plan import (
     Unback,
     merged,
 )
-from kvd.cache.radix import MEMORY
 from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
 from kvd.protocol.errors import (
@@ -55,7 +55,7 @@ from kvd.protocol.errors import (
     TierFailed,
     UnknownNamespace,
 )
-from kvd.protocol.keys import Identity, check_identity, namespace_key
+from kvd.protocol.keys import Identity, NamespaceInfo, check_identity, namespace_key
 from kvd.protocol.layout import Layout, check_layout
 from kvd.protocol.messages import (
     CommitItem,
@@ -77,8 +77,12 @@ from kvd.protocol.messages import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from anyio.abc import TaskStatus
+    from numpy.typing import NDArray
 
+    from kvd.actors.signal import Signal
+    from kvd.actors.store import StoreActor
     from kvd.cache.leases import Lease
     from kvd.config import Config
     from kvd.protocol.codec import Tokens
@@ -93,6 +97,9 @@ BACKING_PAUSE_SECONDS = 5.0
 MAX_TRIES = 4
 # Of who holds most pages, a shortage names so many.
 NUM_HOLDERS = 5
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _Job: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ...]]
 
@@ -117,14 +124,34 @@ class Opened:
 
 
 class Manager:
-    """The cache of one daemon: one memory tier and what is known about it."""
+    """The cache of one daemon: one memory tier, the stores below it, and what is known of both.
 
-    def __init__(self, config: Config, tier: TierActor, header: SharedHeader) -> None:
+    `changed` tells that there are new blocks, or a store that works again; `unsummed` are pages of
+    blocks that have no checksum yet, by arena.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tier: TierActor,
+        header: SharedHeader,
+        stores: Sequence[StoreActor],
+        changed: Signal,
+    ) -> None:
         self._config = config
         self._tier = tier
         self._header = header
-        self.state = CacheState(tier.tier.capacity_bytes, NUM_SLOTS, config.cache, config.limits)
-        self._arenas: dict[int, TierArena] = {}
+        self._stores = stores
+        self.state = CacheState(
+            tier.tier.capacity_bytes,
+            NUM_SLOTS,
+            config.cache,
+            config.limits,
+            [store.state for store in stores],
+        )
+        self.arenas: dict[int, TierArena] = {}
+        self.changed = changed
+        self.unsummed: deque[tuple[int, Pages]] = deque()
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
         # Work for the tier's thread, one after the other: memory is taken before it is given.
@@ -134,6 +161,7 @@ class Manager:
         self._pinned = anyio.Event()
         self._paused = anyio.Event()
         self._holds = itertools.count(1)
+        self._earlier: set[int] = set()
         self._closing = False
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -146,7 +174,7 @@ class Manager:
             while not self._closing:
                 await self._untidy.wait()
                 self._untidy = anyio.Event()
-                self._carry_out(self.state.memory.trim())
+                self.carry_out(self.state.memory.trim())
                 self._back_ahead()
             tasks.cancel_scope.cancel()
 
@@ -167,9 +195,13 @@ class Manager:
         width = row_bytes(extras=extras)
         async with self._opening:
             arena = self.state.find_arena(layout, width)
-            if not self.state.knows(key):
-                self._carry_out(self.state.make_place(for_arena=arena is None))
+            if self.state.find_namespace(key) is None:
+                self.carry_out(self.state.make_place(for_arena=arena is None))
                 arena = self.state.find_arena(layout, width) or await self._add_arena(layout, width)
+                # Before a record has this number, it is known what it stands for.
+                number, info = self.state.next_number, NamespaceInfo(identity, layout, salt, extras)
+                await self._tier.note_namespace(self.arenas[arena.id], number, info)
+                self._tell_stores(info)
             assert arena is not None
             namespace = self.state.open_namespace(
                 session,
@@ -180,14 +212,49 @@ class Manager:
                 quota=self._quota(identity, salt),
             )
         self._untidy.set()
-        return Opened(namespace, self._arenas[arena.id])
+        return Opened(namespace, self.arenas[arena.id])
+
+    def _tell_stores(self, info: NamespaceInfo) -> None:
+        """See that the stores can keep blocks of a namespace; where they cannot, they do not."""
+        for actor in self._stores:
+            actor.prepare(info)
 
     async def _add_arena(self, layout: Layout, width: int) -> ArenaState:
-        made = await self._tier.create_arena(layout, width)
+        return self.add_arena(await self._tier.create_arena(layout, width))
+
+    def quarantine(self, arena: ArenaState, session: int, pages: Pages) -> None:
+        """Keep pages from use that a session of an earlier epoch, 0 if not known, may write."""
+        self.state.quarantined.setdefault(session, []).append((arena, pages))
+        self._earlier.add(session)
+
+    def add_arena(self, made: TierArena) -> ArenaState:
+        """An arena of the tier, new or adopted."""
+        layout, width = made.layout, made.row_bytes
+        if self.state.find_arena(layout, width):
+            raise TierFailed(f"there is an arena of {layout} already")
         size = record_bytes(layout, width)
         arena = self.state.add_arena(layout, width, made.num_pages, made.extent_pages, size)
-        self._arenas[arena.id] = made
+        self.arenas[arena.id] = made
         return arena
+
+    def restore_namespace(self, number: int, info: NamespaceInfo, arena: ArenaState) -> Namespace:
+        """A namespace of an earlier epoch, under the number that records have for it."""
+        quota = self._quota(info.identity, info.salt)
+        namespace = self.state.restore_namespace(number, info, arena, quota)
+        self._tell_stores(info)
+        return namespace
+
+    async def known_namespace(self, info: NamespaceInfo) -> Namespace:
+        """The namespace of which a store has blocks, made where memory has none of it."""
+        if (known := self.state.find_namespace(info.key)) is not None:
+            return known
+        width = row_bytes(extras=info.extras)
+        arena = self.state.find_arena(info.layout, width)
+        self.state.check_place(for_arena=arena is None)
+        arena = arena or await self._add_arena(info.layout, width)
+        number = self.state.next_number
+        await self._tier.note_namespace(self.arenas[arena.id], number, info)
+        return self.restore_namespace(number, info, arena)
 
     def _quota(self, identity: Identity, salt: str) -> Quota:
         for quota in self._config.quotas:
@@ -197,7 +264,7 @@ class Manager:
 
     def close_namespace(self, session: int, number: int) -> None:
         if (namespace := self.state.namespaces.get(number)) is not None:
-            self._carry_out(self.state.close_namespace(session, namespace))
+            self.carry_out(self.state.close_namespace(session, namespace))
 
     def _opened(self, session: int, number: int) -> Namespace:
         namespace = self.state.namespaces.get(number)
@@ -233,7 +300,7 @@ class Manager:
         return matched.lease, self._result(matched)
 
     def _result(self, matched: Matched) -> MatchResult:
-        self._carry_out(matched.plan)
+        self.carry_out(matched.plan)
         lease = matched.lease
         num_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
         resident = num_tokens + (matched.tail.num_tokens if matched.tail else 0)
@@ -300,7 +367,7 @@ class Manager:
         first = item.first_block * lease.namespace.arena.layout.block_size
         rows = _rows(lease.namespace, tokens, item.extras, first)
         answer = self.state.commit(lease, item.first_block, pages, rows)
-        self._carry_out(answer.plan)
+        self.carry_out(answer.plan)
         return CommitResult(runs_of(answer.pages), answer.num_duplicates)
 
     def abort(self, session: int, leases: Sequence[int]) -> None:
@@ -308,7 +375,7 @@ class Manager:
         for lease_id in leases:
             if lease := self.state.leases.find(session, lease_id):
                 plan += self.state.abort(lease)
-        self._carry_out(merged(plan))
+        self.carry_out(merged(plan))
 
     def release(self, session: int, leases: Sequence[int], keep_blocks: int = 0) -> None:
         plan: Plan = []
@@ -317,7 +384,7 @@ class Manager:
                 plan += self.state.release(session, lease_id)
             elif lease := self.state.leases.find(session, lease_id):
                 plan += self.state.keep(lease, keep_blocks)
-        self._carry_out(merged(plan))
+        self.carry_out(merged(plan))
 
     def release_others(self, session: int, living: Sequence[int]) -> None:
         """Release what a session holds beside the leases that it says it has."""
@@ -326,17 +393,37 @@ class Manager:
         self.release(session, [lease_id for lease_id in extra if lease_id not in keep])
 
     def end_session(self, session: int) -> None:
-        self._carry_out(merged(self.state.end_session(session)))
+        self.carry_out(merged(self.state.end_session(session)))
 
     def session_gone(self, session: int) -> None:
-        self._carry_out(self.state.session_gone(session))
+        self.carry_out(self.state.session_gone(session))
+
+    def free_earlier(self, living: set[int]) -> None:
+        """Free what sessions of an earlier epoch could write, but for those whose processes live.
+
+        What it is not known of who could write it waits for all of them.
+        """
+        for session in self._earlier - living:
+            if session or not living:
+                self._earlier.discard(session)
+                self.session_gone(session)
 
     # --- copies for who cannot map ---
+
+    @contextmanager
+    def holding(self, space: Namespace, tokens: Tokens) -> Iterator[Lease]:
+        """A lease of the daemon's own on what memory has of these tokens."""
+        number = next(self._holds)
+        lease = self.state.hold(number, space, tokens, time.monotonic())
+        try:
+            yield lease
+        finally:
+            self.let_go(number)
 
     def hold(self, lease: Lease) -> int:
         """Hold a lease's blocks in the daemon's own name, until `let_go` of this number."""
         number = next(self._holds)
-        self._carry_out(self.state.fork(OWN_SESSION, number, lease, time.monotonic()).plan)
+        self.carry_out(self.state.fork(OWN_SESSION, number, lease, time.monotonic()).plan)
         return number
 
     def let_go(self, number: int) -> None:
@@ -369,7 +456,7 @@ class Manager:
             start += len(piece)
 
     def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        memory = self._arenas[lease.namespace.arena.id].memory
+        memory = self.arenas[lease.namespace.arena.id].memory
         return [memory.slice_view(number, run) for number in slices for run in runs]
 
     # --- pins and drops ---
@@ -378,7 +465,7 @@ class Manager:
         namespace = self._known(item.namespace)
         rows = _rows(namespace, tokens, item.extras)
         pinned = self.state.pin(owner, namespace, rows, item.seconds, time.monotonic())
-        self._carry_out(pinned.plan)
+        self.carry_out(pinned.plan)
         self._pinned.set()
         layout = namespace.arena.layout
         return PinResult(
@@ -387,7 +474,7 @@ class Manager:
 
     def unpin(self, owner: str, pins: tuple[int, ...]) -> int:
         count, plan = self.state.unpin(owner, pins)
-        self._carry_out(plan)
+        self.carry_out(plan)
         return count
 
     async def _expire_pins(self) -> None:
@@ -397,14 +484,24 @@ class Manager:
             with anyio.move_on_after(seconds):
                 await self._pinned.wait()
             self._pinned = anyio.Event()
-            self._carry_out(self.state.expire(time.monotonic()))
+            self.carry_out(self.state.expire(time.monotonic()))
 
     def drop(self, item: DropItem, tokens: Tokens) -> DropResult:
         namespace = self._known(item.namespace)
         rows = _rows(namespace, tokens, item.extras)
         answer = self.state.drop(namespace, rows, item.from_block)
-        self._carry_out(answer.plan)
-        return DropResult({self._tier.tier.name: answer.num_blocks[MEMORY]}, answer.num_detached)
+        self.carry_out(answer.plan)
+        names = (self._tier.tier.name, *(store.tier.name for store in self._stores))
+        by_tier = dict(zip(names, answer.num_blocks, strict=True))
+        return DropResult(by_tier, answer.num_detached)
+
+    async def settle(self) -> None:
+        """When it returns, no store has anything of what was dropped, whatever happens.
+
+        Raises TierFailed where that cannot be said.
+        """
+        for actor in self._stores:
+            await actor.sync()
 
     # --- status ---
 
@@ -412,7 +509,7 @@ class Manager:
         return TierStatus(
             self._tier.tier.name,
             self.state.memory.capacity_bytes,
-            sum(arena.backed_bytes for arena in self._arenas.values()),
+            sum(arena.backed_bytes for arena in self.arenas.values()),
             self.state.memory.pages_by_state(),
         )
 
@@ -454,7 +551,7 @@ class Manager:
 
     # --- carrying out ---
 
-    def _carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: Plan) -> None:
         """Write down what the state decided; then see who can go on with what became free."""
         self._write(plan)
         if plan:
@@ -464,32 +561,41 @@ class Manager:
         for step in plan:
             match step:
                 case Reserved():
-                    self._arenas[step.arena].table.reserve(step.pages, step.session)
+                    self.arenas[step.arena].table.reserve(step.pages, step.session)
                 case Committed():
-                    self._arenas[step.arena].table.commit(
+                    self.arenas[step.arena].table.commit(
                         step.pages, step.parent, step.first_block, step.rows, step.namespace
                     )
+                    if self._tier.tier.survives:
+                        self.unsummed.append((step.arena, step.pages))
+                    self.changed.set()
                 case Detached():
-                    self._arenas[step.arena].table.detach(step.pages)
+                    self.arenas[step.arena].table.detach(step.pages)
                 case Freed():
-                    self._arenas[step.arena].table.free(step.pages)
+                    self.arenas[step.arena].table.free(step.pages)
                 case Quarantined():
-                    self._arenas[step.arena].table.quarantine(step.pages)
+                    self.arenas[step.arena].table.quarantine(step.pages)
                 case Ended():
                     self._header.set_generation(step.slot, step.generation)
                 case Back():
-                    for piece in backing_pieces(self._arenas[step.arena], step.run):
-                        self._do(self._back, self.state.memory.arenas[step.arena], piece)
+                    for piece in backing_pieces(self.arenas[step.arena], step.run):
+                        self.do(self._back, self.state.memory.arenas[step.arena], piece)
                 case Unback():
-                    arena = self._arenas[step.arena]
+                    arena = self.arenas[step.arena]
                     arena.table.unback(pages_of([step.run]))
-                    self._do(self._tier.unback, arena, step.run)
+                    self.do(self._tier.unback, arena, step.run)
                 case Forgotten():
-                    pass
+                    self._stores[step.tier - 1].forget(step.layout, step.keys)
                 case Removed():
-                    self._do(self._tier.remove_arena, self._arenas.pop(step.arena))
+                    self._remove_arena(self.arenas.pop(step.arena))
                 case _:
                     assert_never(step)
+
+    def _remove_arena(self, arena: TierArena) -> None:
+        self.do(self._tier.remove_arena, arena)
+        if not any(other.layout == arena.layout for other in self.arenas.values()):
+            for actor in self._stores:
+                actor.remove_store(arena.layout)
 
     def _serve_waiters(self) -> None:
         """Answer the waiting reserves in their order, as far as pages go.
@@ -548,9 +654,34 @@ class Manager:
                 memory.begin_backing(arena, missing, plan)
         self._write(plan)
 
-    def _do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+    def do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         self._jobs.append((function, args))
         self._new_job.set()
+
+    async def in_order(self, function: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:
+        """Do something after all work on memory that was begun before; raises what it raises.
+
+        Memory of blocks that are there when it begins is not taken before it ends.
+        """
+        done, results, errors = anyio.Event(), list[T](), list[Exception]()
+
+        async def work() -> None:
+            try:
+                results.append(await function(*args))
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        self.do(work)
+        await done.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    async def checksums(self, arena: TierArena, pages: Pages) -> NDArray[np.uint64]:
+        """The checksum of each page as it is now; within `in_order`, or of pages that are held."""
+        return await self._tier.checksums(arena, pages)
 
     async def _work(self) -> None:
         while True:
@@ -567,12 +698,12 @@ class Manager:
 
     async def _back(self, arena: ArenaState, piece: Run) -> None:
         try:
-            await self._tier.back(self._arenas[arena.id], piece)
+            await self._tier.back(self.arenas[arena.id], piece)
             backed = True
         except TierFailed as error:
             backed = False
             self._pause_backing(error)
-        self._carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
+        self.carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
         if not backed:
             self._serve_waiters()
 

@@ -366,6 +366,7 @@ class Router:
                     self._manager.end_session(session_id)
                     logger.info("session %s is gone (%s)", left.name, left.client)
                 self._manager.session_gone(session_id)
+            self._manager.free_earlier(self._sessions.earlier)
             await anyio.sleep(self._config.sessions.sweep_seconds)
 
     # --- status ---

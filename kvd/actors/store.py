@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import anyio
+import msgspec
 
 from kvd.protocol.errors import KvdError, TierFailed, TierFull
+from kvd.tiers.copying import Writer, data_bytes
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
+    from kvd.actors.signal import Signal
     from kvd.cache.stores import StoreState
+    from kvd.protocol.keys import BlockKey, NamespaceInfo
     from kvd.protocol.layout import Layout
     from kvd.tiers.base import Store, StoreTier
 
@@ -29,6 +33,8 @@ FIRST_PAUSE_SECONDS = 1.0
 LAST_PAUSE_SECONDS = 60.0
 # So many reads at once; the writer is one more.
 NUM_READERS = 2
+# Beside its records a store has what its namespaces are, by their keys.
+NAMESPACE_NOTE = b"namespace "
 
 
 @dataclass(slots=True)
@@ -37,6 +43,7 @@ class Job:
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    then: Callable[[Any], None] | None
     done: anyio.Event = field(default_factory=anyio.Event)
     result: Any = None
     error: Exception | None = None
@@ -48,13 +55,17 @@ class StoreActor:
     While it fails it is left alone for longer and longer pauses; nobody waits for it.
     """
 
-    def __init__(self, tier: StoreTier, state: StoreState) -> None:
+    def __init__(self, tier: StoreTier, state: StoreState, changed: Signal) -> None:
+        """`changed` is told when the tier works again."""
         self.tier = tier
         self.state = state
+        self.writer = Writer()
         # What is wrong with it, in words; nothing while it works.
         self.trouble = ""
         self.counters = {"write_failures": 0, "read_failures": 0}
+        self._changed = changed
         self._stores: dict[Layout, Store] = {}
+        self._unprepared: dict[bytes, NamespaceInfo] = {}
         self._jobs: deque[Job] = deque()
         self._new_job = anyio.Event()
         self._readers = anyio.CapacityLimiter(NUM_READERS)
@@ -89,9 +100,17 @@ class StoreActor:
 
     # --- work ---
 
-    def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Job:
-        """Have something done after all that was submitted before."""
-        job = Job(function, args)
+    def submit(
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        then: Callable[[T], None] | None = None,
+    ) -> Job:
+        """Have something done in the writer's thread after all that was submitted before.
+
+        Where that went well, `then` is called with its result, on the event loop.
+        """
+        job = Job(function, args, then)
         self._jobs.append(job)
         self._new_job.set()
         return job
@@ -106,6 +125,8 @@ class StoreActor:
     async def _do(self, job: Job) -> None:
         try:
             job.result = await anyio.to_thread.run_sync(job.function, *job.args)
+            if job.then is not None:
+                job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
             job.error = error
             self.counters["write_failures"] += 1
@@ -127,18 +148,33 @@ class StoreActor:
     def store(self, layout: Layout) -> Store | None:
         return self._stores.get(layout)
 
-    async def make_store(self, layout: Layout, data_bytes: int) -> None:
-        """See that there is a store of a layout; raises TierFailed."""
-        if layout not in self._stores:
-            job = self.submit(self._make_store, layout, data_bytes)
-            self._know(await self.finish(job))
+    def prepare(self, info: NamespaceInfo) -> Job:
+        """Have a namespace noted, in the store of its layout, before any block of it comes."""
+        self._unprepared[info.key] = info
+        return self.submit(self._prepare, info, then=self._prepared)
 
-    def _make_store(self, layout: Layout, data_bytes: int) -> Store:
-        return self._stores.get(layout) or self.tier.create_store(layout, data_bytes)
+    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store]:
+        layout = info.layout
+        store = next((store for store in self.tier.stores() if store.layout == layout), None)
+        if store is None:
+            store = self.tier.create_store(layout, data_bytes(layout))
+        store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
+        return info, store
+
+    def _prepared(self, prepared: tuple[NamespaceInfo, Store]) -> None:
+        info, store = prepared
+        self._unprepared.pop(info.key, None)
+        self._know(store)
+        self._changed.set()
 
     def _know(self, store: Store) -> None:
         self._stores[store.layout] = store
         self.state.record_bytes[store.layout] = store.record_bytes
+
+    def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
+        """Have blocks forgotten, which may be on their way or not be there."""
+        if (store := self._stores.get(layout)) is not None:
+            self.submit(store.delete, keys)
 
     def remove_store(self, layout: Layout) -> None:
         """Nobody uses a layout any more."""
@@ -176,10 +212,12 @@ class StoreActor:
                     logger.warning("tier %s works again", self.tier.name)
                     self.trouble = ""
                     self.state.may_write = self.state.may_read = True
+                    self._changed.set()
             self._failed = anyio.Event()
 
     async def _works(self) -> bool:
         jobs = [self.submit(store.write_note, b"probe", b"") for store in self.stores]
+        jobs += [self.prepare(info) for info in list(self._unprepared.values())]
         for job in jobs:
             await job.done.wait()
         return all(job.error is None for job in jobs)

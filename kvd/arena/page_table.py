@@ -135,9 +135,13 @@ class PageTable:
         """Note that nobody holds these pages; descendants stand before their parents."""
         self._note(pages, PageState.FREE)
 
-    def quarantine(self, pages: Pages) -> None:
-        """Note that a session that is over could still write these pages."""
-        self._note(pages, PageState.QUARANTINED, keep_session=True)
+    def quarantine(self, pages: Pages, session: int | None = None) -> None:
+        """Note that a session that is over could still write these pages.
+
+        It is the one that reserved them, unless another is named; 0 where that is not known.
+        """
+        is_known = session is None
+        self._note(pages, PageState.QUARANTINED, session or 0, keep_session=is_known)
 
     def unback(self, pages: Pages) -> None:
         """Forget pages whose memory went back; their generations start anew with it."""

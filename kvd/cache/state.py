@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from kvd.config import CacheConfig, LimitConfig
     from kvd.protocol.codec import Tokens
-    from kvd.protocol.keys import Identity
+    from kvd.protocol.keys import Identity, NamespaceInfo
     from kvd.protocol.layout import Layout
 
 
@@ -133,6 +133,13 @@ class CacheState:
             self._forget(min(idle, key=_place), plan)
         return plan
 
+    def check_place(self, *, for_arena: bool) -> None:
+        """Raises LimitExceeded where one more namespace, and an arena for it, are too many."""
+        if len(self.namespaces) >= self.limits.namespaces:
+            raise LimitExceeded(f"there are {self.limits.namespaces} namespaces already")
+        if for_arena and len(self.memory.arenas) >= self.limits.layouts:
+            raise LimitExceeded(f"there are {self.limits.layouts} layouts already")
+
     def _is_idle(self, space: Namespace) -> bool:
         """Nobody has it open, and nobody holds anything in it."""
         return not space.sessions and space.num_pages == space.lru.num_blocks
@@ -150,9 +157,35 @@ class CacheState:
         space.arena.namespaces.remove(space)
         del self.namespaces[space.id], self._by_key[space.key]
 
-    def knows(self, key: bytes) -> bool:
-        """Whether there is a namespace of this key."""
-        return key in self._by_key
+    @property
+    def next_number(self) -> int:
+        """The number of the namespace that is made next."""
+        return self._num_opened + 1
+
+    def find_namespace(self, key: bytes) -> Namespace | None:
+        return self._by_key.get(key)
+
+    def restore_namespace(
+        self, number: int, info: NamespaceInfo, arena: ArenaState, quota: Quota
+    ) -> Namespace:
+        """A namespace of an earlier epoch, which no session has open yet."""
+        self._num_opened = max(self._num_opened, number)
+        return self._add_namespace(number, info.key, info.identity, info.salt, arena, quota)
+
+    def _add_namespace(
+        self,
+        number: int,
+        key: bytes,
+        identity: Identity,
+        salt: str,
+        arena: ArenaState,
+        quota: Quota,
+    ) -> Namespace:
+        tree = Tree(key, arena.layout.block_size, arena.row_bytes, self._num_tiers)
+        space = Namespace(number, key, identity, salt, arena, tree, quota)
+        self._by_key[key] = self.namespaces[number] = space
+        arena.namespaces.append(space)
+        return space
 
     def open_namespace(
         self,
@@ -176,10 +209,7 @@ class CacheState:
             if guaranteed + quota.guaranteed_bytes > self.memory.capacity_bytes:
                 raise LimitExceeded("the quotas guarantee more than the capacity: lower them")
             self._num_opened += 1
-            tree = Tree(key, arena.layout.block_size, arena.row_bytes, self._num_tiers)
-            space = Namespace(self._num_opened, key, identity, salt, arena, tree, quota)
-            self._by_key[key] = self.namespaces[space.id] = space
-            arena.namespaces.append(space)
+            space = self._add_namespace(self._num_opened, key, identity, salt, arena, quota)
         space.sessions.add(session)
         return space
 
@@ -358,6 +388,11 @@ class CacheState:
         self.counters["match_hits" if hit_tokens else "match_misses"] += 1
         self.counters["tokens_requested"] += num_tokens
         self.counters["tokens_matched"] += hit_tokens
+
+    def hold(self, number: int, space: Namespace, tokens: Tokens, now: float) -> Lease:
+        """A lease of the daemon's own on what memory has of these tokens."""
+        found = self._find(space, tokens)
+        return self._grant(OWN_SESSION, number, space, b"", found, now)
 
     # --- reserve ---
 
@@ -640,10 +675,10 @@ class CacheState:
         num_blocks = [old - new for old, new in zip(before, tree.counts, strict=True)]
         return DropAnswer(num_blocks, num_detached, plan)
 
-    def remove_bad(self, space: Namespace, tokens: Tokens) -> Plan:
-        """The last block of these tokens is not what it was: it goes, with all that follows it.
+    def remove(self, space: Namespace, tokens: Tokens) -> Plan:
+        """The last block of these tokens is no good any more: it goes, with all that follows it.
 
-        The good prefix before it stays. Nothing where it went meanwhile.
+        The prefix before it stays. Nothing where it went meanwhile.
         """
         plan: Plan = []
         tree = space.tree
@@ -651,7 +686,6 @@ class CacheState:
         if found.total_blocks * tree.block_bytes == len(tokens):
             gone = tree.detach(found.node, found.num_blocks - 1)
             self._remove(space, gone, plan)
-            self.counters["blocks_bad"] += 1
         return plan
 
     def _remove(self, space: Namespace, gone: Gone, plan: Plan) -> None:

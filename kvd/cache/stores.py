@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Memory, Namespace
     from kvd.cache.plan import Plan
-    from kvd.cache.radix import Node
+    from kvd.cache.radix import Node, Tree
     from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
 
@@ -166,6 +166,31 @@ class Stores:
             count += num_saved
         self._counters["blocks_demoted"] += count
         return count
+
+    def waiting(self, store: StoreState) -> list[tuple[Tree, Node]]:
+        """What waits for a copy now, or has one on its way."""
+        nodes = [
+            (space.tree, node)
+            for space in self._memory.spaces()
+            for node in space.tree.unsaved[store.tier]
+        ]
+        ends = [
+            (piece.space.tree, piece.end)
+            for write in self.writes
+            if write.store is store
+            for piece in write.pieces
+        ]
+        return ends + nodes
+
+    def still_waiting(
+        self, store: StoreState, nodes: list[tuple[Tree, Node]]
+    ) -> list[tuple[Tree, Node]]:
+        """Those of them that wait still."""
+        return [
+            (tree, node)
+            for tree, node in nodes
+            if node in tree.unsaved[store.tier] or node.saving >> store.tier & 1
+        ]
 
     # --- what goes ---
 
