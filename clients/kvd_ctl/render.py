@@ -125,10 +125,11 @@ def _holdings(reply: StatusReply) -> None:
 
 
 def _layout(layout: Layout | None) -> str:
-    """In short: layers, heads, head size, type."""
+    """In short: layers, heads, head size, type, order; of an opaque one what packs it, too."""
     if layout is None:
         return ""
-    return f"{layout.num_layers}x{layout.num_kv_heads}x{layout.head_size} {layout.dtype}"
+    shape = f"{layout.num_layers}x{layout.num_kv_heads}x{layout.head_size} {layout.dtype}"
+    return f"{shape} {layout.order} {layout.packing or ''}".rstrip()
 
 
 def _quota(guaranteed_bytes: int, max_bytes: int) -> str:
