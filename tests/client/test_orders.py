@@ -14,14 +14,21 @@ from kvd.protocol.messages import MAX_PIECE_BYTES
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import BadRequest, Layout, LeaseEnded, PagesInUse, Unsupported
 from kvd_client.client import Client
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, capacity_of, eventually, settings, tokens_of
+from tests.e2e.support import (
+    BLOCK,
+    IDENTITY,
+    LAYOUTS,
+    OPAQUE,
+    PAGE_FIRST,
+    capacity_of,
+    eventually,
+    settings,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from kvd_client.client import Lease, Namespace
 
-PAGE_FIRST = replace(LAYOUT, order="page_first")
-OPAQUE = replace(LAYOUT, order="opaque", layer_bytes=192, packing="a test's")
-LAYOUTS = [LAYOUT, PAGE_FIRST, OPAQUE]
 TOKENS = tokens_of(1, 40)
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.order)
