@@ -100,17 +100,18 @@ class Arena:
             raise IndexError(f"slices {slices.start} to {slices.stop - 1} of {num_slices}")
         for run in runs:
             self._check(run.first, run.count)
-        wanted = [slice(run.first, run.first + run.count) for run in runs]
-        lying = self.root.view(np.uint8)
-        if self.layout.is_contiguous:
-            by_page = lying.reshape(self.num_pages, num_slices, -1)
-            found = [by_page[pages, slices.start : slices.stop] for pages in wanted]
-        else:
-            by_slice = lying.reshape(num_slices, self.num_pages, -1)
-            found = [by_slice[number, pages] for number in slices for pages in wanted]
-        for array in found:
+        for array in self._lying(slices, [slice(run.first, run.first + run.count) for run in runs]):
             for piece in [array] if array.flags.c_contiguous else array:
                 yield piece.reshape(-1, copy=False).data
+
+    def _lying(self, slices: range, runs: list[slice]) -> list[Array]:
+        """The bytes of these slices as they lie: those of a run, or of a run in one slice."""
+        memory, num_slices = self.root.view(np.uint8), self.layout.num_slices
+        if self.layout.is_contiguous:
+            by_page = memory.reshape(self.num_pages, num_slices, -1)
+            return [by_page[pages, slices.start : slices.stop] for pages in runs]
+        by_slice = memory.reshape(num_slices, self.num_pages, -1)
+        return [by_slice[number, pages] for number in slices for pages in runs]
 
     def copy_out(self, pages: Pages, out: memoryview) -> None:
         """Copy pages into `out`, one after the other, each as `page_view` has it."""

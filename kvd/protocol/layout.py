@@ -10,12 +10,13 @@ from msgspec import UNSET, UnsetType
 
 from kvd.protocol.errors import BadRequest, Unsupported
 
+MAX_PAGE_BYTES = 1 << 30
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 Order = Literal["layer_first", "page_first", "opaque"]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-ByteCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+ByteCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_BYTES)]
 Packing = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -120,6 +121,3 @@ def check_rows(layout: Layout) -> None:
         raise Unsupported(
             "an opaque layout has whole blocks only: no exact tail, no rows of single tokens"
         )
-
-
-MAX_PAGE_BYTES = 1 << 30
