@@ -52,7 +52,7 @@ class Arena:
         """All pages: `[pages, *layout.page_shape]`, whatever the order."""
         if self.layout.is_contiguous:
             return self.root.reshape(self.num_pages, *self.layout.page_shape)
-        return np.moveaxis(self.layers, 2, 0)
+        return self.layers.transpose(2, 0, 1, 3, 4, 5)
 
     @property
     def layers(self) -> Array:
