@@ -56,7 +56,7 @@ from kvd.protocol.errors import (
     UnknownNamespace,
 )
 from kvd.protocol.keys import Identity, NamespaceInfo, check_identity, namespace_key
-from kvd.protocol.layout import Layout, check_layout
+from kvd.protocol.layout import Layout, check_layout, check_rows
 from kvd.protocol.messages import (
     CommitItem,
     CommitResult,
@@ -282,6 +282,8 @@ class Manager:
     def match(self, session: int, item: MatchItem, tokens: Tokens) -> tuple[Lease, MatchResult]:
         """Lease the longest resident prefix; pages to reserve are the caller's next step."""
         namespace = self._opened(session, item.namespace)
+        if item.exact_tail:
+            check_rows(namespace.arena.layout)
         matched = self.state.match(
             session,
             item.lease,
@@ -430,7 +432,7 @@ class Manager:
         self.release(OWN_SESSION, [number])
 
     def load(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        """The bytes of pages that a lease holds, slice by slice, run by run, where they lie."""
+        """The bytes of pages that a lease holds, in the order of the arena, where they lie."""
         pages = _pages(lease, runs)
         held = lease.node.path_pages().tolist()
         if lease.tail is not None:
@@ -457,7 +459,7 @@ class Manager:
 
     def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
         memory = self.arenas[lease.namespace.arena.id].memory
-        return [memory.slice_view(number, run) for number in slices for run in runs]
+        return list(memory.slice_views(slices, runs))
 
     # --- pins and drops ---
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.arena.base import Arena, punch, slice_offsets
+from kvd.arena.base import Arena, pieces_of, punch
 from kvd.arena.files import make_file
 from kvd.protocol.errors import KvdError
 
@@ -62,17 +62,16 @@ class HostArena:
         Raises OSError (ENOSPC) when the file system is full; what was given is taken back then.
         """
         try:
-            for offset in slice_offsets(self.layout, self.num_pages, run.first):
-                os.posix_fallocate(self._fd, offset, run.count * self.layout.slice_bytes)
+            for piece in pieces_of(self.layout, self.num_pages, run):
+                os.posix_fallocate(self._fd, piece.start, len(piece))
         except OSError:
             self.unback(run)
             raise
 
     def unback(self, run: Run) -> None:
         """Take the memory of whole extents back; nobody may hold these pages."""
-        size = run.count * self.layout.slice_bytes
-        for offset in slice_offsets(self.layout, self.num_pages, run.first):
-            punch(self._fd, offset, size)
+        for piece in pieces_of(self.layout, self.num_pages, run):
+            punch(self._fd, piece.start, len(piece))
 
     def close(self) -> None:
         """Leave the file as it is. Idempotent."""
@@ -137,11 +136,10 @@ class MappedArena:
         return self._populate(self._writable, run, MADV_POPULATE_WRITE)
 
     def _populate(self, mapping: mmap.mmap, run: Run, advice: int) -> Iterator[None]:
-        size = run.count * self.layout.slice_bytes
-        for offset in slice_offsets(self.layout, self.num_pages, run.first):
-            start = offset - offset % mmap.PAGESIZE
-            for step in range(start, offset + size, POPULATE_STEP):
-                mapping.madvise(advice, step, min(POPULATE_STEP, offset + size - step))
+        for piece in pieces_of(self.layout, self.num_pages, run):
+            start = piece.start - piece.start % mmap.PAGESIZE
+            for step in range(start, piece.stop, POPULATE_STEP):
+                mapping.madvise(advice, step, min(POPULATE_STEP, piece.stop - step))
                 yield
 
 

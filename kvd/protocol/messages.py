@@ -214,7 +214,7 @@ class LoadRequest(Request, frozen=True, tag="load"):
 class StoreRequest(Request, frozen=True, tag="store"):
     """Write a raw frame of bytes into pages that the lease reserved; they lie as load sends them.
 
-    Slice by slice, and within each page by page.
+    Slice by slice, and within each page by page; page by page where those are contiguous.
     """
 
     lease: LeaseId

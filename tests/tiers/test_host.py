@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvd.arena.page_table import record_bytes, table_bytes
@@ -18,7 +19,7 @@ from kvd.protocol.units import ByteSize
 from kvd_tiers.host import DEFAULT_CAPACITY, HostConfig, HostTier
 from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
 from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
-from tests.e2e.support import EXTENT_PAGES, LAYOUT
+from tests.e2e.support import EXTENT_PAGES, LAYOUT, LAYOUTS
 
 Mount = Callable[..., Path]
 
@@ -125,6 +126,20 @@ def test_memory_is_given_and_taken_by_extents(tier: HostTier) -> None:
     arena.back(Run(0, 3 * EXTENT_PAGES))
     arena.unback(Run(EXTENT_PAGES, EXTENT_PAGES))
     assert arena.backed_bytes == 2 * EXTENT_PAGES * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.order)
+def test_an_extent_that_goes_takes_no_byte_of_others(tier: HostTier, layout: Layout) -> None:
+    arena = tier.create_arena(layout, 4)
+    size = arena.extent_pages
+    arena.back(Run(0, 3 * size))
+    memory = arena.memory.pages.view(np.uint8)
+    memory[: 3 * size] = 1
+    arena.unback(Run(size, size))
+    assert arena.backed_bytes == 2 * size * layout.page_bytes
+    assert memory[:size].all()
+    assert memory[2 * size : 3 * size].all()
+    assert not arena.memory.pages_view(Run(size, size)).any()
 
 
 def test_a_layout_of_which_no_extent_fits_is_refused(tier: HostTier) -> None:
