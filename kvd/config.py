@@ -130,8 +130,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("directory", "data_directory"):
             if (path := getattr(self, name)) and not Path(path).is_absolute():
                 raise ConfigError(f"{name} {path!r} is not an absolute path")
-        if len(self.tiers) != 1:
-            raise ConfigError(f"tiers: this version runs one tier, not {len(self.tiers)}")
+        if not self.tiers:
+            raise ConfigError("tiers: there must be one at least, with what clients map")
 
     @property
     def resolved_endpoint(self) -> str:

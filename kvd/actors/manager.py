@@ -36,7 +36,6 @@ from kvd.cache.plan import (
     Forgotten,
     Freed,
     Granted,
-    Matched,
     Plan,
     Quarantined,
     Removed,
@@ -62,6 +61,7 @@ from kvd.protocol.messages import (
     CommitResult,
     DropItem,
     DropResult,
+    ExtendItem,
     ForkItem,
     LeaseStatus,
     MatchItem,
@@ -70,6 +70,7 @@ from kvd.protocol.messages import (
     PinItem,
     PinResult,
     PinStatus,
+    PrefetchItem,
     Run,
     Runs,
     Shortage,
@@ -115,6 +116,15 @@ class _Waiter:
     done: anyio.Event = field(default_factory=anyio.Event)
     runs: Runs = ()
     error: KvdError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A lease on what memory has of `rows`; whether more of them could be had by waiting."""
+
+    lease: Lease
+    rows: bytes
+    lacks_more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +282,11 @@ class Manager:
             raise UnknownNamespace(f"this session has not opened namespace {number}")
         return namespace
 
+    def named(self, session: int, item: PrefetchItem, tokens: Tokens) -> tuple[Namespace, bytes]:
+        """The namespace and the rows that an item names."""
+        namespace = self._opened(session, item.namespace)
+        return namespace, _rows(namespace, tokens, item.extras)
+
     def _known(self, number: int) -> Namespace:
         if (namespace := self.state.namespaces.get(number)) is None:
             raise UnknownNamespace(f"there is no namespace {number}")
@@ -279,41 +294,75 @@ class Manager:
 
     # --- leases ---
 
-    def match(self, session: int, item: MatchItem, tokens: Tokens) -> tuple[Lease, MatchResult]:
-        """Lease the longest resident prefix; pages to reserve are the caller's next step."""
+    def match(self, session: int, item: MatchItem, tokens: Tokens) -> Match:
+        """Lease the longest prefix in memory; pages to reserve are the caller's next step."""
         namespace = self._opened(session, item.namespace)
         if item.exact_tail:
             check_rows(namespace.arena.layout)
+        rows = _rows(namespace, tokens, item.extras)
         matched = self.state.match(
             session,
             item.lease,
             namespace,
-            _rows(namespace, tokens, item.extras),
+            rows,
             exact_tail=item.exact_tail,
             now=time.monotonic(),
         )
-        return matched.lease, self._result(matched)
+        self.carry_out(matched.plan)
+        return self._match(matched.lease, rows)
+
+    def extend(
+        self,
+        session: int,
+        item: MatchItem | ExtendItem,
+        tokens: Tokens,
+        *,
+        exact_tail: bool = False,
+    ) -> Match:
+        """Lease what more of a match's tokens is in memory now."""
+        lease = self.lease(session, item.lease)
+        rows = _rows(lease.namespace, tokens, item.extras)
+        self.carry_out(self.state.extend(lease, rows, exact_tail=exact_tail).plan)
+        return self._match(lease, rows)
+
+    def _match(self, lease: Lease, rows: bytes) -> Match:
+        return Match(lease, rows, self.state.lacks_more(lease, rows))
+
+    def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
+        """The answer to a match; `came` are blocks that were read for it, by tier."""
+        lease, space = match.lease, match.lease.namespace
+        self.state.count_match(lease, len(match.rows) // space.tree.row_bytes)
+        result = self._result(lease)
+        size = space.arena.layout.block_size
+        by_tier = {name: count * size for name, count in (came or {}).items()}
+        if by_tier:
+            rest = sum(result.tokens_by_tier.values()) - sum(by_tier.values())
+            by_tier |= {self._tier.tier.name: rest} if rest > 0 else {}
+            result = msgspec.structs.replace(result, tokens_by_tier=by_tier)
+        if match.lacks_more:
+            pending = self.state.num_pending(lease, match.rows)
+            result = msgspec.structs.replace(result, pending_tokens=pending)
+        return result
 
     def fork(self, session: int, item: ForkItem) -> tuple[Lease, MatchResult]:
         """Lease the committed blocks of a lease once more."""
         source = self.lease(session, item.source)
         matched = self.state.fork(session, item.lease, source, time.monotonic())
         self.state.counters["forks"] += 1
-        return matched.lease, self._result(matched)
-
-    def _result(self, matched: Matched) -> MatchResult:
         self.carry_out(matched.plan)
-        lease = matched.lease
+        return matched.lease, self._result(matched.lease)
+
+    def _result(self, lease: Lease) -> MatchResult:
         num_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
-        resident = num_tokens + (matched.tail.num_tokens if matched.tail else 0)
+        resident = num_tokens + (lease.tail.num_tokens if lease.tail else 0)
         by_tier = {self._tier.tier.name: resident} if resident else {}
         return MatchResult(
             num_tokens,
-            matched.runs,
+            runs_of(lease.node.path_pages()[: lease.num_matched]),
             lease.slot,
             lease.generation,
             tokens_by_tier=by_tier,
-            tail=matched.tail,
+            tail=lease.tail,
         )
 
     def lease(self, session: int, lease_id: int) -> Lease:
@@ -362,6 +411,18 @@ class Manager:
             self.state.counters["reserves_short"] += 1
             raise self._out_of_pages(self.state.memory.shortage(lease.namespace, wanted))
         return waiter.runs
+
+    def unverified(
+        self, session: int, item: CommitItem, tokens: Tokens
+    ) -> tuple[Namespace, Tokens] | None:
+        """What is to be verified before a commit: tokens of which blocks are there already."""
+        lease = self.lease(session, item.lease)
+        if not lease.namespace.arena.unverified:
+            return None
+        first = item.first_block * lease.namespace.arena.layout.block_size
+        rows = _rows(lease.namespace, tokens, item.extras, first)
+        start = item.first_block * lease.namespace.tree.block_bytes
+        return lease.namespace, bytes(lease.node.path_tokens()[:start]) + rows
 
     def commit(self, session: int, item: CommitItem, tokens: Tokens) -> CommitResult:
         lease = self.lease(session, item.lease)

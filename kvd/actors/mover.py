@@ -46,6 +46,9 @@ PROMOTE_BYTES = 16 << 20
 SUM_BYTES = 32 << 20
 # A promotion that finds no pages in this time is given up.
 PROMOTE_SECONDS = 5.0
+# What is prefetched is given up after so long, and so many at once.
+PREFETCH_SECONDS = 60.0
+MAX_PREFETCHES = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -66,13 +69,25 @@ class Mover:
         self._stores = stores
         self._writing = {store: anyio.Lock() for store in stores}
         self._works: dict[object, _Work] = {}
+        self._num_prefetching = 0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._sum)
             for store in self._stores:
                 self._tasks.start_soon(self._demote, store)
+            if self._stores:
+                self._tasks.start_soon(self._checkpoint_by_time)
             task_status.started()
+
+    async def close(self) -> None:
+        """Save what is not saved yet, as far as there is time, and stop."""
+        try:
+            await self.checkpoint()
+        except TierFailed as error:
+            logger.error("reason=not_saved %s", error)
+        finally:
+            self._tasks.cancel_scope.cancel()
 
     # --- down ---
 
@@ -130,6 +145,14 @@ class Mover:
                 await self._save_all(actor)
         return self._state.counters["blocks_demoted"] - before
 
+    async def _checkpoint_by_time(self) -> None:
+        while True:
+            await anyio.sleep(self._config.checkpoint_seconds)
+            try:
+                await self.checkpoint()
+            except TierFailed as error:
+                logger.error("reason=not_saved %s", error)
+
     async def _save_all(self, actor: StoreActor) -> None:
         stores = self._state.stores
         waiting = stores.waiting(actor.state)
@@ -164,6 +187,21 @@ class Mover:
                 if not work.is_good:
                     break
         return dict(came)
+
+    def prefetch(self, space: Namespace, tokens: Tokens) -> None:
+        """Bring what these tokens lack to memory, in the background; nobody waits for it.
+
+        Of too many at once the last are left out: they are brought when they are asked for.
+        """
+        if self._num_prefetching < MAX_PREFETCHES:
+            self._tasks.start_soon(self._prefetch, space, tokens)
+
+    async def _prefetch(self, space: Namespace, tokens: Tokens) -> None:
+        self._num_prefetching += 1
+        try:
+            await self.prepare(space, tokens, PREFETCH_SECONDS)
+        finally:
+            self._num_prefetching -= 1
 
     def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work:
         """What brings some of what is lacking, begun now or under way already."""

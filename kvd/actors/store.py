@@ -44,6 +44,7 @@ class Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     then: Callable[[Any], None] | None
+    otherwise: Callable[[], None] | None
     done: anyio.Event = field(default_factory=anyio.Event)
     result: Any = None
     error: Exception | None = None
@@ -66,8 +67,10 @@ class StoreActor:
         self._changed = changed
         self._stores: dict[Layout, Store] = {}
         self._unprepared: dict[bytes, NamespaceInfo] = {}
+        self._undeleted: list[tuple[Store, Sequence[BlockKey]]] = []
         self._jobs: deque[Job] = deque()
         self._new_job = anyio.Event()
+        self._is_closing = False
         self._readers = anyio.CapacityLimiter(NUM_READERS)
         self._failed = anyio.Event()
 
@@ -83,11 +86,17 @@ class StoreActor:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._recover)
             task_status.started()
-            while True:
+            while not self._is_closing or self._jobs:
                 await self._new_job.wait()
                 self._new_job = anyio.Event()
                 while self._jobs:
                     await self._do(self._jobs.popleft())
+            tasks.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Finish what was submitted, and nothing more."""
+        self._is_closing = True
+        self._new_job.set()
 
     @property
     def stores(self) -> Sequence[Store]:
@@ -105,12 +114,13 @@ class StoreActor:
         function: Callable[[*Ts], T],
         *args: *Ts,
         then: Callable[[T], None] | None = None,
+        otherwise: Callable[[], None] | None = None,
     ) -> Job:
         """Have something done in the writer's thread after all that was submitted before.
 
-        Where that went well, `then` is called with its result, on the event loop.
+        Where that went well, `then` is called with its result, else `otherwise`, on the event loop.
         """
-        job = Job(function, args, then)
+        job = Job(function, args, then, otherwise)
         self._jobs.append(job)
         self._new_job.set()
         return job
@@ -129,6 +139,8 @@ class StoreActor:
                 job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
             job.error = error
+            if job.otherwise is not None:
+                job.otherwise()
             self.counters["write_failures"] += 1
             self._note(error, reads=False)
         finally:
@@ -174,7 +186,15 @@ class StoreActor:
     def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
         """Have blocks forgotten, which may be on their way or not be there."""
         if (store := self._stores.get(layout)) is not None:
-            self.submit(store.delete, keys)
+            self._delete(store, keys)
+
+    def _delete(self, store: Store, keys: Sequence[BlockKey]) -> Job:
+        """Where that fails it is tried again before anything else is written."""
+
+        def again() -> None:
+            self._undeleted.append((store, keys))
+
+        return self.submit(store.delete, keys, otherwise=again)
 
     def remove_store(self, layout: Layout) -> None:
         """Nobody uses a layout any more."""
@@ -183,9 +203,14 @@ class StoreActor:
             self.submit(self.tier.remove_store, store)
 
     async def sync(self) -> None:
-        """When it returns, all that was submitted before survives a power loss."""
+        """When it returns, all that was submitted before survives a power loss; raises TierFailed.
+
+        What could not be deleted yet is not so.
+        """
         for store in self.stores:
             await self.finish(self.submit(store.sync))
+        if self._undeleted:
+            raise TierFailed(f"tier {self.tier.name} could not forget all blocks: {self.trouble}")
 
     # --- health ---
 
@@ -216,7 +241,9 @@ class StoreActor:
             self._failed = anyio.Event()
 
     async def _works(self) -> bool:
-        jobs = [self.submit(store.write_note, b"probe", b"") for store in self.stores]
+        undeleted, self._undeleted = self._undeleted, []
+        jobs = [self._delete(*each) for each in undeleted]
+        jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
         jobs += [self.prepare(info) for info in list(self._unprepared.values())]
         for job in jobs:
             await job.done.wait()

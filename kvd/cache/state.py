@@ -41,7 +41,14 @@ from kvd.cache.plan import (
 )
 from kvd.cache.radix import Found, Gone, Node, Tree
 from kvd.cache.stores import Stores, StoreState
-from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
+from kvd.protocol.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Dropped,
+    LeaseEnded,
+    LimitExceeded,
+    OutOfPages,
+)
 from kvd.protocol.messages import Tail
 
 if TYPE_CHECKING:
@@ -259,7 +266,6 @@ class CacheState:
         self.stores.admit(namespace, lease.node, is_new=False)
         if exact_tail:
             self._lock_tail(lease, tokens[lease.num_blocks * tree.block_bytes :])
-        self._count_match(lease, len(tokens) // tree.row_bytes)
         return self._answer(lease, plan)
 
     def fork(self, session: int, lease_id: int, source: Lease, now: float = 0.0) -> Matched:
@@ -357,7 +363,7 @@ class CacheState:
             return Lacking(np.empty(0, np.int64), tier, keys)
         return None
 
-    def extend(self, lease: Lease, tokens: Tokens) -> Matched:
+    def extend(self, lease: Lease, tokens: Tokens, *, exact_tail: bool = False) -> Matched:
         """Lease what became resident behind a match of these tokens that committed nothing yet."""
         space = lease.namespace
         at = lease.num_blocks * space.tree.block_bytes
@@ -371,6 +377,9 @@ class CacheState:
                 lease.node = space.tree.lock(found, below=lease.node)
                 lease.num_blocks += found.total_blocks
                 lease.num_matched = lease.num_blocks
+                self.stores.admit(space, lease.node, is_new=False)
+            if exact_tail and lease.tail is None:
+                self._lock_tail(lease, tokens[lease.num_blocks * space.tree.block_bytes :])
         return self._answer(lease, plan)
 
     def _lock_tail(self, lease: Lease, rest: Tokens) -> None:
@@ -381,7 +390,28 @@ class CacheState:
             lease.tail_node = lease.namespace.tree.lock(place)
             lease.tail = Tail(lease.tail_node.pages[0], num_tokens)
 
-    def _count_match(self, lease: Lease, num_tokens: int) -> None:
+    def lacks_more(self, lease: Lease, tokens: Tokens) -> bool:
+        """Whether more of these tokens than a match of them leased could be had in time."""
+        space = lease.namespace
+        if space.arena.unverified:
+            return self.lacking(space, tokens) is not None
+        rest = tokens[lease.num_blocks * space.tree.block_bytes :]
+        if self._num_tiers == 1 or len(rest) < space.tree.block_bytes or lease.node.detached:
+            return False
+        tier, keys = space.tree.stored(lease.node, rest, 1)
+        return bool(keys) and self.stores.may_read(tier)
+
+    def num_pending(self, lease: Lease, tokens: Tokens) -> int:
+        """How many of these tokens, right behind those of a match, a store has."""
+        space = lease.namespace
+        rest = tokens[lease.num_blocks * space.tree.block_bytes :]
+        if self._num_tiers == 1 or lease.node.detached:
+            return 0
+        keys = space.tree.stored(lease.node, rest, len(rest) // space.tree.block_bytes)[1]
+        return len(keys) * space.arena.layout.block_size
+
+    def count_match(self, lease: Lease, num_tokens: int) -> None:
+        """A match of so many tokens was answered."""
         hit_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
         hit_tokens += lease.tail.num_tokens if lease.tail else 0
         self.counters["matches"] += 1
@@ -461,7 +491,7 @@ class CacheState:
         There are three kinds, in this order: blocks this lease committed before (a repeat gets the
         first answer), blocks that others committed meanwhile (theirs stay, the caller's copies are
         private until its release), and new ones. Raises Dropped where a drop was between: what the
-        lease knows is older.
+        lease knows is older; and DeadlineExceeded where blocks that are there are unverified.
         """
         tree = lease.namespace.tree
         if len(tokens) != len(pages) * tree.block_bytes:
@@ -475,10 +505,13 @@ class CacheState:
         fresh = pages[repeated:]
         if len(set(fresh.tolist())) != len(fresh) or not lease.reserved.issuperset(fresh.tolist()):
             raise BadRequest("a committed page must be reserved by its lease and named once")
+        rest = tokens[repeated * tree.block_bytes :]
+        if self._unverified(lease.namespace, tree.find(rest, lease.node)):
+            raise DeadlineExceeded("blocks that are there were not verified in time: commit again")
         if len(fresh) and (lease.drops != lease.namespace.generation or lease.node.detached):
             raise Dropped("blocks of this namespace were dropped since the lease was granted")
         plan: Plan = []
-        self._append(lease, fresh, tokens[repeated * tree.block_bytes :], plan)
+        self._append(lease, fresh, rest, plan)
         self._unlock_tail(lease, plan)
         now_in = lease.node.path_pages()[first_block : first_block + len(pages)]
         return CommitAnswer(now_in, int((now_in != pages).sum()), plan)
@@ -492,7 +525,6 @@ class CacheState:
         """Lead the lease's path over present blocks, then add the rest."""
         tree = lease.namespace.tree
         found = tree.find(tokens, lease.node)
-        assert not self._unverified(lease.namespace, found), "the caller has them verified first"
         present = found.total_blocks
         if present:
             lease.node = tree.lock(found, below=lease.node)

@@ -14,6 +14,7 @@ from anyio import create_task_group, fail_after
 
 from kvd.actors import manager as manager_module
 from kvd.actors.manager import Manager
+from kvd.actors.signal import Signal
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import create_header
 from kvd.arena.page_table import table_bytes
@@ -79,7 +80,7 @@ class Cache:
         self.namespace.sessions.add(session)
         tokens = packed(tokens_of(seed, num_blocks))
         item = MatchItem(self.namespace.id, self.last, num_blocks * BLOCK)
-        return self.manager.match(session, item, tokens)[0]
+        return self.manager.match(session, item, tokens).lease
 
     async def hold(self, count: int, session: int = 1) -> Lease:
         """A lease with so many reserved pages."""
@@ -105,7 +106,7 @@ async def running(
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(1)
-        manager = Manager(Config(cache=config), actor, create_header(directory / "header"))
+        manager = Manager(Config(cache=config), actor, create_header(directory / "header"), (), Signal())
         await tasks.start(manager.run)
         opened = await manager.open(1, IDENTITY, LAYOUT, "", extras=False)
         cache = Cache(manager, tier, opened.namespace)
