@@ -61,8 +61,8 @@ def record_of(number: int, turn: int = 0, layout: Layout = LAYOUT) -> Record:
     return Record(key, about, memoryview(_data_of(about, layout.page_bytes)))
 
 
-def records_of(numbers: Sequence[int], turn: int = 0) -> list[Record]:
-    return [record_of(number, turn) for number in numbers]
+def records_of(numbers: Sequence[int], turn: int = 0, layout: Layout = LAYOUT) -> list[Record]:
+    return [record_of(number, turn, layout) for number in numbers]
 
 
 def _data_of(about: bytes, size: int) -> bytes:
@@ -98,7 +98,7 @@ def fill(store: Store) -> int:
     """Write batches until the tier is full; how many records it kept."""
     for number in itertools.count(0, BATCH):
         try:
-            store.write(records_of(range(number, number + BATCH)))
+            store.write(records_of(range(number, number + BATCH), layout=store.layout))
         except TierFull:
             return number
     raise AssertionError
@@ -223,7 +223,7 @@ class StoreTierSuite:
 
     def test_many_small_batches_are_all_scanned(self, tier: StoreTier) -> None:
         store = tier.create_store(OTHER, OTHER.page_bytes)
-        records = [record_of(number, layout=OTHER) for number in range(200)]
+        records = records_of(range(200), layout=OTHER)
         for start in range(0, len(records), 3):
             store.write(records[start : start + 3])
         expect(store, records)
