@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
 
+# What the rows of a block have at most, a token: its id and a digest of what lies beside it.
+MAX_ROW_BYTES = 36
+
 # Told of each record that is found: its place among the keys that were asked for, and its data,
 # which are good until it returns.
 Deliver: TypeAlias = Callable[[int, memoryview], None]
@@ -157,6 +160,11 @@ class MemoryTier(Tier):
 
 
 # --- stores ----------------------------------------------------------------------------------
+
+
+def most_about_bytes(layout: Layout) -> int:
+    """What a record's `about` has at most: the block's rows, and 256 bytes beside them."""
+    return layout.block_size * MAX_ROW_BYTES + 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kvd.protocol.keys import Identity, NamespaceInfo
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize
+from kvd.testing.tier_suite import MakeMemoryTier, MemoryTierSuite
 from kvd_tiers.host import DEFAULT_CAPACITY, HostConfig, HostTier
 from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
 from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
@@ -34,6 +35,12 @@ def tier(shm: Path) -> Iterator[HostTier]:  # noqa: F811
     tier.open(7)
     yield tier
     tier.close()
+
+
+class TestTheSuite(MemoryTierSuite):
+    @pytest.fixture
+    def make_tier(self) -> MakeMemoryTier:
+        return make
 
 
 # --- capacity ---
