@@ -116,7 +116,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions: SessionConfig = SessionConfig()
     limits: LimitConfig = LimitConfig()
     log: LogConfig = LogConfig()
-    tiers: tuple[dict[str, Any], ...] = ({"type": "host"},)
+    tiers: tuple[dict[str, Any], ...] = ({"type": "host"}, {"type": "lmdb"})
     quotas: tuple[QuotaConfig, ...] = ()
 
     def __post_init__(self) -> None:

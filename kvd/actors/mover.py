@@ -42,10 +42,11 @@ logger = logging.getLogger(__name__)
 DEMOTE_BYTES = 64 << 20
 # What comes up at once: what is there by a deadline is whole pieces of this.
 PROMOTE_BYTES = 16 << 20
+HELD_FRACTION = 16
 # What is summed at once, in the thread that gives memory: some milliseconds.
 SUM_BYTES = 32 << 20
 # A promotion that finds no pages in this time is given up.
-PROMOTE_SECONDS = 5.0
+PROMOTE_SECONDS = 0.5
 # What is prefetched is given up after so long, and so many at once.
 PREFETCH_SECONDS = 60.0
 MAX_PREFETCHES = 32
@@ -67,6 +68,10 @@ class Mover:
         self._manager = manager
         self._state = manager.state
         self._stores = stores
+        # What is on its way is held: of a small memory never so much that others wait for it.
+        most = self._state.memory.capacity_bytes // HELD_FRACTION
+        self._demote_bytes = min(DEMOTE_BYTES, most)
+        self._promote_bytes = min(PROMOTE_BYTES, most)
         self._writing = {store: anyio.Lock() for store in stores}
         self._works: dict[object, _Work] = {}
         self._num_prefetching = 0
@@ -106,7 +111,7 @@ class Mover:
         """Copy some blocks down; False where there are none to be copied."""
         async with self._writing[actor]:
             plan: Plan = []
-            write = self._state.stores.next_write(actor.state, DEMOTE_BYTES, plan)
+            write = self._state.stores.next_write(actor.state, self._demote_bytes, plan)
             self._manager.carry_out(plan)
             if write is None:
                 return False
@@ -175,7 +180,9 @@ class Mover:
         """
         came: Counter[str] = Counter()
         with anyio.move_on_after(seconds):
-            while lacking := self._state.lacking(space, tokens):
+            while space.id in self._state.namespaces and (
+                lacking := self._state.lacking(space, tokens)
+            ):
                 if lacking.keys and not promote:
                     break
                 before = space.tree.find(tokens).total_blocks
@@ -219,10 +226,13 @@ class Mover:
             if lacking.keys:
                 work.is_good = await self._promote(space, tokens, lacking.tier)
             else:
-                await self._manager.in_order(self.verify, space.arena, lacking.pages)
+                size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
+                await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
                 work.is_good = True
         except KvdError as error:
             logger.debug("blocks could not be brought: %s", error)
+        except Exception:
+            logger.exception("reason=internal blocks could not be brought")
         finally:
             del self._works[name]
             work.done.set()
@@ -239,7 +249,7 @@ class Mover:
             lacking = self._state.lacking(space, tokens)
             if lacking is None or lacking.tier != tier:
                 return True
-            keys = lacking.keys[: max(1, PROMOTE_BYTES // layout.page_bytes)]
+            keys = lacking.keys[: max(1, self._promote_bytes // layout.page_bytes)]
             first, width = lease.num_blocks, space.tree.block_bytes
             runs = await self._manager.reserve(lease, 0, len(keys), 0, PROMOTE_SECONDS)
             pages = pages_of(runs)

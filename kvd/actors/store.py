@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import anyio
 import msgspec
 
-from kvd.protocol.errors import KvdError, TierFailed, TierFull
+from kvd.protocol.errors import TierFailed, TierFull
 from kvd.tiers.copying import Writer, data_bytes
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Job:
     otherwise: Callable[[], None] | None
     done: anyio.Event = field(default_factory=anyio.Event)
     result: Any = None
-    error: Exception | None = None
+    error: TierFailed | None = None
 
 
 class StoreActor:
@@ -138,11 +138,11 @@ class StoreActor:
             if job.then is not None:
                 job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
-            job.error = error
+            job.error = self._as_failed(error)
             if job.otherwise is not None:
                 job.otherwise()
             self.counters["write_failures"] += 1
-            self._note(error, reads=False)
+            self._note(job.error, reads=False)
         finally:
             job.done.set()
 
@@ -150,10 +150,11 @@ class StoreActor:
         """Have something read, beside the writer. Raises TierFailed."""
         try:
             return await anyio.to_thread.run_sync(function, *args, limiter=self._readers)
-        except KvdError as error:
+        except Exception as error:
             self.counters["read_failures"] += 1
-            self._note(error, reads=True)
-            raise
+            failed = self._as_failed(error)
+            self._note(failed, reads=True)
+            raise failed from error
 
     # --- stores ---
 
@@ -214,9 +215,14 @@ class StoreActor:
 
     # --- health ---
 
-    def _note(self, error: Exception, *, reads: bool) -> None:
-        if not isinstance(error, TierFailed):
-            logger.error("reason=internal tier %s: %r", self.tier.name, error)
+    def _as_failed(self, error: Exception) -> TierFailed:
+        """Whatever a plugin raises is its failure, and nobody else's."""
+        if isinstance(error, TierFailed):
+            return error
+        logger.error("reason=internal tier %s", self.tier.name, exc_info=error)
+        return TierFailed(f"{type(error).__name__}: {error}")
+
+    def _note(self, error: TierFailed, *, reads: bool) -> None:
         if not self.trouble:
             logger.error("reason=tier_failed tier %s: %s", self.tier.name, error)
         self.trouble = str(error)

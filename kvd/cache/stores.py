@@ -129,10 +129,7 @@ class Stores:
     ) -> Write | None:
         record = store.record_bytes[arena.layout]
         left = max(1, max_bytes // arena.layout.page_bytes)
-        waiting = sum(
-            node.num_blocks for space in arena.namespaces for node in space.tree.unsaved[store.tier]
-        )
-        left = min(left, waiting, store.usable_bytes // record)
+        left = min(left, store.usable_bytes // record, self._num_unsaved(store, arena, left))
         if not left:
             return None
         self._make_room(store, left * record, plan)
@@ -152,6 +149,16 @@ class Stores:
             store.writing_bytes += write.num_bytes
             self.writes.append(write)
         return write
+
+    def _num_unsaved(self, store: StoreState, arena: ArenaState, most: int) -> int:
+        """How many blocks of a layout wait for a copy, counted up to `most` of them."""
+        count = 0
+        for space in arena.namespaces:
+            for node in space.tree.unsaved[store.tier]:
+                count += node.num_blocks
+                if count >= most:
+                    return count
+        return count
 
     def end_write(self, write: Write, plan: Plan, *, saved: bool) -> int:
         """The copies are in the store, or will not be; how many blocks have one now."""

@@ -278,7 +278,7 @@ async def test_who_waits_for_the_arena_holds_up_other_namespaces_too(
         await until(lambda: len(cache.manager._waiters) == 1)
         other = (await cache.manager.open(3, IDENTITY, LAYOUT, "other", extras=False)).namespace
         item = MatchItem(other.id, 1, BLOCK)
-        lease, _ = cache.manager.match(3, item, packed(tokens_of(3, 1)))
+        lease = cache.manager.match(3, item, packed(tokens_of(3, 1))).lease
         assert cache.manager.reserve_now(lease, 0, 10, 0) is None
         cache.release(held)
         assert cache.manager.reserve_now(lease, 0, 10, 0) is not None
