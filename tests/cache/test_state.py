@@ -538,14 +538,14 @@ def test_a_committed_block_is_matched(cache: Cache) -> None:
     assert cache.counts() == {"free": 13, "committed": 3}
 
 
-def test_a_commit_notes_parent_place_tokens_and_namespace(cache: Cache) -> None:
+def test_a_commit_notes_parent_place_rows_and_namespace(cache: Cache) -> None:
     cache.tenant("before")
     lease = cache.match("abcd", salt="mine")
     (a, b, c, d) = cache.reserve(lease, 4)
     first = cache.state.commit(lease, 0, np.array([a, b]), packed("ab"))
     (then,) = committed(cache.state.commit(lease, 2, np.array([c, d]), packed("cd")).plan)
     assert [step.parent for step in committed(first.plan)] == [-1]
-    assert (then.parent, then.first_block, then.tokens) == (b, 2, packed("cd"))
+    assert (then.parent, then.first_block, then.rows) == (b, 2, packed("cd"))
     assert (then.pages.tolist(), then.namespace) == ([c, d], cache.tenant("mine").id)
 
 
