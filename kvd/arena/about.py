@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvd.arena.files import open_ours
+from kvd.arena.files import make_file, open_ours
 from kvd.protocol.errors import TierFailed
 from kvd.protocol.keys import NamespaceInfo
 from kvd.protocol.layout import Layout
@@ -39,7 +39,8 @@ def write_about(path: Path, about: About) -> None:
     """Whoever reads the file finds what it says now or what it said before; raises OSError."""
     new = path.with_stem(path.stem + "-new")
     try:
-        new.write_bytes(msgspec.msgpack.encode(about))
+        with open(make_file(new, 0, 0o600), "wb") as file:
+            file.write(msgspec.msgpack.encode(about))
         os.replace(new, path)
     except OSError:
         new.unlink(missing_ok=True)

@@ -224,21 +224,24 @@ def _adopt(path: Path, epoch: int) -> Adopted:
         undo.enter_context(closing(records))
         if not records.table.has_begun(about.extent_pages):
             raise TierFailed("its page table is another's")
-        adopted = HostTierArena(path, about, arena, records)
         pages, found = records.read(about.extent_pages)
-        _unback_others(adopted, pages)
+        _unback_others(arena, records, pages)
         records.table.begin_epoch(epoch)
         undo.pop_all()
+    adopted = HostTierArena(path, about, arena, records)
     return Adopted(adopted, about.namespaces, pages, found, records.table.sealed(found))
 
 
-def _unback_others(arena: HostTierArena, pages: Pages) -> None:
+def _unback_others(arena: HostArena, records: PageTableFile, pages: Pages) -> None:
     """Take the memory of all other pages back: it was on its way to them, or away from them."""
     others = np.ones(arena.num_pages, np.bool_)
     others[pages] = False
-    for run in runs_of(others.nonzero()[0]):
-        arena.unback(run)
     expected = len(pages) * arena.layout.page_bytes
+    for run in runs_of(others.nonzero()[0]):
+        records.unback(run)
+        # Mostly there is none to take, and to try takes a call for each layer and plane.
+        if arena.backed_bytes > expected:
+            arena.unback(run)
     if arena.backed_bytes < expected:
         raise TierFailed(f"{arena.backed_bytes} bytes are left of the {expected} that it had")
 

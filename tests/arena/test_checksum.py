@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 import xxhash
@@ -11,7 +10,6 @@ from kvd.arena import checksum
 from kvd.arena.base import Arena
 from kvd.arena.checksum import block_checksums
 from kvd.protocol.layout import Layout
-
 
 LAYOUT = Layout(3, 2, 4, "float16", block_size=4)
 NUM_PAGES = 8

@@ -395,6 +395,23 @@ def test_taking_memory_back_leaves_the_records_beside_it(shm: Path) -> None:
     assert (states[2000:] == PageState.FREE).all()
 
 
+def test_what_is_read_is_extents_of_which_a_record_says_something(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
+    file.back(Run(0, 4096))
+    file.table.free([5, 4001])
+    before = (shm / "table").stat().st_blocks
+    pages, records = file.read(EXTENT)
+    assert pages.tolist() == [4, 5, 6, 7, 4000, 4001, 4002, 4003]
+    assert records["state"].tolist() == [0, PageState.FREE, 0, 0] * 2
+    assert (shm / "table").stat().st_blocks == before
+
+
+def test_a_table_of_which_nothing_was_written_has_nothing_to_read(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
+    pages, records = file.read(EXTENT)
+    assert len(pages) == len(records) == 0
+
+
 def test_a_table_that_is_there_is_not_made_again(shm: Path) -> None:
     PageTableFile(shm / "table", LAYOUT, ROW_BYTES, NUM_PAGES)
     with pytest.raises(FileExistsError):

@@ -538,7 +538,7 @@ def test_a_committed_block_is_matched(cache: Cache) -> None:
     assert cache.counts() == {"free": 13, "committed": 3}
 
 
-def test_a_commit_notes_parent_place_tokens_and_namespace(cache: Cache) -> None:
+def test_a_commit_notes_parent_place_rows_and_namespace(cache: Cache) -> None:
     cache.tenant("before")
     lease = cache.match("abcd", salt="mine")
     (a, b, c, d) = cache.reserve(lease, 4)

@@ -180,7 +180,8 @@ def test_files_are_not_for_everybody(tier: HostTier) -> None:
     arena = tier.create_arena(LAYOUT, 4)
     assert tier.directory.stat().st_mode & 0o777 == 0o750
     assert arena.path.stat().st_mode & 0o007 == 0
-    assert arena.path.with_suffix(".pages").stat().st_mode & 0o777 == 0o600
+    for suffix in (".pages", ".about"):
+        assert arena.path.with_suffix(suffix).stat().st_mode & 0o777 == 0o600
 
 
 def test_an_arena_that_is_removed_leaves_no_file(tier: HostTier) -> None:
