@@ -46,6 +46,7 @@ class RunningDaemon:
             "data_directory": f"{base}/data",
         }
         document = own | dict(document)
+        self.base = base
         config = parse(document)
         self.endpoint = config.resolved_endpoint
         self.directory = config.resolved_directory

@@ -69,6 +69,10 @@ BUDGETS = {
     "attention_vs_contiguous": Budget(0.95, at_least=True),
     "attention_vs_gather": Budget(2, at_least=True),
     "median_run_tokens": Budget(256, at_least=True),
+    "recovery_memory_per_second": Budget(100_000, at_least=True),
+    "recovery_memory_growth": Budget(1.5, at_least=False),
+    "recovery_disk_per_second": Budget(100_000, at_least=True),
+    "recovery_disk_growth": Budget(1.5, at_least=False),
     "start_seconds": Budget(1, at_least=False),
     "start_memory_mib": Budget(100, at_least=False),
 }
