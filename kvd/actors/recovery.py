@@ -40,6 +40,7 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
     for actor in stores:
         for store in actor.stores:
             await _recover(manager, actor, store)
+    manager.state.stores.admit_recovered()
     plan: Plan = []
     manager.state.memory.shrink(plan)
     for actor in stores:

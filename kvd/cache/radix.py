@@ -403,12 +403,12 @@ class Tree:
                 self.unsaved[tier].setdefault(node)
 
     def begin_saving(self, node: Node, num_blocks: int, tier: int) -> Node:
-        """Lock the first blocks of an unsaved node until `end_saving`; the node that has them.
+        """Lock the first blocks of a node in memory until `end_saving`; the node that has them.
 
         What else of its path has no copy comes before it, by calls of its own.
         """
         node = self.lock(Found(node, num_blocks, 0))
-        del self.unsaved[tier][node]
+        self.unsaved[tier].pop(node, None)
         node.saving |= 1 << tier
         return node
 

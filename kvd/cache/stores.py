@@ -97,8 +97,15 @@ class Stores:
     def admit(self, space: Namespace, end: Node, *, is_new: bool) -> None:
         """Blocks were committed, or matched: stores that take such shall have copies of them."""
         for store in self._stores:
-            if store.may_write and (store.admission == "all" or not is_new):
+            if store.admission == "all" or not is_new:
                 space.tree.admit(end, store.tier)
+
+    def admit_recovered(self) -> None:
+        """What was recovered to memory alone shall have copies as if it were new."""
+        for store in self._stores:
+            for space in self._memory.spaces() if store.admission == "all" else ():
+                for node in space.tree.nodes():
+                    space.tree.admit(node, store.tier)
 
     def num_unsaved_bytes(self, store: StoreState) -> int:
         """What is in memory and waits for a copy; locked or not."""

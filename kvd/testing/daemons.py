@@ -44,6 +44,7 @@ class RunningDaemon:
             "endpoint": f"ipc://{base}/kvd.sock",
             "directory": f"{base}/kvd",
             "data_directory": f"{base}/data",
+            "tiers": [{"type": "host"}, {"type": "lmdb", "capacity_bytes": "256MiB"}],
         }
         document = own | dict(document)
         self.base = base
