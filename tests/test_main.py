@@ -61,11 +61,11 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         ("a = ", "cannot be read"),
         ("endpiont = 1", "did you mean endpoint?"),
         ('endpoint = "tcp://*:1"', "tcp://*:1"),
-        ('tiers = [{type = "nonesuch"}]', "known here: host"),
+        ('tiers = [{type = "nonesuch"}]', "known here: faulty, host, lmdb"),
         ('tiers = [{type = "host", capacity_bites = 1}]', "capacity_bites"),
         ('tiers = [{type = "host", directory = "x"}]', "not absolute"),
         ('tiers = [{type = "host", capacity_bytes = "1024TiB"}]', "1024TiB"),
-        ("tiers = [{}]", "known here: host"),
+        ("tiers = [{}]", "known here: faulty, host, lmdb"),
         ('directory = "/proc/kvd"', "/proc/kvd"),
         ('directory = "/dev/null/kvd"', "/dev/null"),
         ('endpoint = "ipc:///proc/kvd/kvd.sock"', "/proc/kvd"),
@@ -145,7 +145,9 @@ def test_it_runs_as_a_user_whose_directory_lies_in_somebody_elses(shm: Path) -> 
     own.mkdir()
     os.chown(own, 65534, 65534)
     config = own / "kvd.toml"
-    config.write_text(f'endpoint = "ipc://{own}/kvd.sock"\ndirectory = "{own}"\n')
+    config.write_text(
+        f'endpoint = "ipc://{own}/kvd.sock"\ndirectory = "{own}"\ndata_directory = "{own}/data"\n'
+    )
     command = [sys.executable, "-c", AS_NOBODY, "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         assert it.stdout
