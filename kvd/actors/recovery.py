@@ -15,7 +15,7 @@ from kvd.actors.store import NAMESPACE_NOTE
 from kvd.arena.page_table import PageState
 from kvd.cache.radix import MEMORY
 from kvd.cache.recovery import plant, read_store, read_table
-from kvd.protocol.errors import KvdError
+from kvd.protocol.errors import KvdError, TierFailed
 from kvd.protocol.keys import KEY_BYTES, BlockKey, NamespaceInfo
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# So often, and after such a pause, a store is read that fails.
+NUM_ATTEMPTS = 3
+PAUSE_SECONDS = 0.5
+
 
 async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor]) -> None:
     """Adopt arenas, read the stores, and keep of both what today's limits allow."""
@@ -38,8 +42,11 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
             logger.warning("reason=not_adopted %s: %s", adopted.arena.path, error)
             await tier.remove_arena(adopted.arena)
     for actor in stores:
-        for store in actor.stores:
-            await _recover(manager, actor, store)
+        try:
+            for store in actor.stores:
+                await _recover(manager, actor, store)
+        except TierFailed as error:
+            actor.switch_off(error)
     manager.state.stores.admit_recovered()
     plan: Plan = []
     manager.state.memory.shrink(plan)
@@ -91,12 +98,7 @@ async def _adopt(manager: Manager, adopted: Adopted) -> None:
 
 async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     started = time.monotonic()
-    try:
-        records = await actor.read(_scanned, store)
-        infos = await actor.read(_namespaces, store)
-    except KvdError as error:
-        logger.error("reason=not_recovered tier %s: %s", actor.tier.name, error)
-        return
+    records, infos = await _read(actor, store)
     parents = {about[:KEY_BYTES] for _, about in records}
     spaces: dict[bytes, Namespace] = {}
     for key in infos.keys() & parents:
@@ -118,6 +120,20 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
         len(lost),
         seconds,
     )
+
+
+async def _read(
+    actor: StoreActor, store: Store
+) -> tuple[list[tuple[BlockKey, bytes]], dict[bytes, NamespaceInfo]]:
+    """All that a store has, tried some times; raises TierFailed."""
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        try:
+            return await actor.read(_scanned, store), await actor.read(_namespaces, store)
+        except TierFailed:
+            if attempt == NUM_ATTEMPTS:
+                raise
+            await anyio.sleep(PAUSE_SECONDS)
+    raise AssertionError
 
 
 def _scanned(store: Store) -> list[tuple[BlockKey, bytes]]:

@@ -63,6 +63,7 @@ class StoreActor:
         self.writer = Writer()
         # What is wrong with it, in words; nothing while it works.
         self.trouble = ""
+        self.is_off = False
         self.counters = {"write_failures": 0, "read_failures": 0}
         self._changed = changed
         self._stores: dict[Layout, Store] = {}
@@ -77,10 +78,26 @@ class StoreActor:
     # --- life ---
 
     async def open(self, epoch: int) -> None:
-        """Raises AlreadyRunning, TierFailed."""
-        await anyio.to_thread.run_sync(self.tier.open, epoch)
+        """Begin; where the tier cannot be opened, without it. Raises AlreadyRunning."""
+        try:
+            await anyio.to_thread.run_sync(self.tier.open, epoch)
+        except TierFailed as error:
+            self.switch_off(error)
+            return
         for store in self.tier.stores():
             self._know(store)
+
+    def switch_off(self, error: TierFailed) -> None:
+        """Use the tier no more before the next start: what it has is not known here."""
+        logger.error("reason=tier_failed tier %s is off until the next start: %s", self.name, error)
+        self.trouble = str(error)
+        self.is_off = True
+        self.state.may_write = self.state.may_read = False
+        self._stores.clear()
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         async with anyio.create_task_group() as tasks:
@@ -161,8 +178,12 @@ class StoreActor:
     def store(self, layout: Layout) -> Store | None:
         return self._stores.get(layout)
 
-    def prepare(self, info: NamespaceInfo) -> Job:
+    def prepare(self, info: NamespaceInfo) -> None:
         """Have a namespace noted, in the store of its layout, before any block of it comes."""
+        if not self.is_off:
+            self._submit_prepare(info)
+
+    def _submit_prepare(self, info: NamespaceInfo) -> Job:
         self._unprepared[info.key] = info
         return self.submit(self._prepare, info, then=self._prepared)
 
@@ -206,12 +227,14 @@ class StoreActor:
     async def sync(self) -> None:
         """When it returns, all that was submitted before survives a power loss; raises TierFailed.
 
-        What could not be deleted yet is not so.
+        What could not be deleted yet is not so, nor what lies in a tier that is off.
         """
+        if self.is_off:
+            raise TierFailed(f"tier {self.name} is off: {self.trouble}")
         for store in self.stores:
             await self.finish(self.submit(store.sync))
         if self._undeleted:
-            raise TierFailed(f"tier {self.tier.name} could not forget all blocks: {self.trouble}")
+            raise TierFailed(f"tier {self.name} could not forget all blocks: {self.trouble}")
 
     # --- health ---
 
@@ -219,12 +242,12 @@ class StoreActor:
         """Whatever a plugin raises is its failure, and nobody else's."""
         if isinstance(error, TierFailed):
             return error
-        logger.error("reason=internal tier %s", self.tier.name, exc_info=error)
+        logger.error("reason=internal tier %s", self.name, exc_info=error)
         return TierFailed(f"{type(error).__name__}: {error}")
 
     def _note(self, error: TierFailed, *, reads: bool) -> None:
         if not self.trouble:
-            logger.error("reason=tier_failed tier %s: %s", self.tier.name, error)
+            logger.error("reason=tier_failed tier %s: %s", self.name, error)
         self.trouble = str(error)
         self.state.may_write = False
         if reads and not isinstance(error, TierFull):
@@ -236,7 +259,7 @@ class StoreActor:
         while True:
             await self._failed.wait()
             pause = FIRST_PAUSE_SECONDS
-            while self.trouble:
+            while self.trouble and not self.is_off:
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LAST_PAUSE_SECONDS)
                 if await self._works():
@@ -250,7 +273,7 @@ class StoreActor:
         undeleted, self._undeleted = self._undeleted, []
         jobs = [self._delete(*each) for each in undeleted]
         jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
-        jobs += [self.prepare(info) for info in list(self._unprepared.values())]
+        jobs += [self._submit_prepare(info) for info in list(self._unprepared.values())]
         for job in jobs:
             await job.done.wait()
         return all(job.error is None for job in jobs)
