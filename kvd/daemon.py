@@ -16,6 +16,7 @@ from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, curr
 
 from kvd.actors.manager import Manager
 from kvd.actors.router import Router
+from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.sessions import SessionTable
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
@@ -73,12 +74,17 @@ class Daemon(AsyncContextManagerMixin):
             tier = TierActor(self.tier)
             self._manager = Manager(self.config, tier, header)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
-            router = Router(self.config, self._manager, sessions, self.epoch, header_path)
+            files = SequenceFiles(self.directory, self.config.resolved_data_directory)
+            sequences = Sequences(files, self.config.limits)
+            router = Router(
+                self.config, self._manager, sequences, sessions, self.epoch, header_path
+            )
             async with create_task_group() as below:
                 await below.start(tier.run)
                 try:
                     await tier.open(self.epoch)
                     sessions.begin()
+                    await sequences.begin()
                     # Before anything is bound: whoever holds a lease of an earlier start finds it
                     # void before this start can hand out a page.
                     header.begin_epoch(self.epoch)
@@ -94,6 +100,7 @@ class Daemon(AsyncContextManagerMixin):
                 finally:
                     tier.close()
                     with CancelScope(shield=True):
+                        await sequences.close()
                         await to_thread.run_sync(self.tier.close)
 
     def tier_status(self) -> TierStatus:

@@ -366,6 +366,13 @@ class Manager:
             piece[:] = data[start : start + len(piece)]
             start += len(piece)
 
+    def rows(self, lease: Lease, page: int, num_rows: int) -> bytes:
+        """A copy of the first rows of a page that a lease reserved, as its layout has a block."""
+        if page not in lease.reserved:
+            raise BadRequest("a save may name a page that its lease reserved alone")
+        view = self._arenas[lease.namespace.arena.id].memory.page_view(page)
+        return view[:, :, :num_rows].tobytes()
+
     def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
         memory = self._arenas[lease.namespace.arena.id].memory
         return [memory.slice_view(number, run) for number in slices for run in runs]

@@ -40,11 +40,16 @@ class RunningDaemon:
 
     def __init__(self, document: Mapping[str, Any], base: Path) -> None:
         """Made by `running_daemon`; `base` is a directory that this daemon has for itself."""
-        own = {"endpoint": f"ipc://{base}/kvd.sock", "directory": f"{base}/kvd"}
+        own = {
+            "endpoint": f"ipc://{base}/kvd.sock",
+            "directory": f"{base}/kvd",
+            "data_directory": f"{base}/data",
+        }
         document = own | dict(document)
         config = parse(document)
         self.endpoint = config.resolved_endpoint
         self.directory = config.resolved_directory
+        self.data_directory = config.resolved_data_directory
         self.config_path = base / "kvd.toml"
         self.config_path.write_text(to_toml(document))
         self.log_path = base / "kvd.log"
