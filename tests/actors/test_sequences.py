@@ -212,7 +212,7 @@ def test_a_killed_writer_leaves_its_last_save(
         said = int(writer.says())
     writer.send(SIGKILL)
     writer.ended()
-    said = max([said, *(int(line) for line in rest(writer))])
+    said = max([said, *map(int, writer.rest())])
     machine.start()
     assert machine.found["chat"] in (said, said + 1)
     machine.lose_power()
@@ -235,12 +235,6 @@ async def test_a_stop_is_a_checkpoint(machine: Machine) -> None:
     await Sequences(machine.files, LimitConfig()).close()
     machine.lose_power()
     assert machine.found == {"chat": 1}
-
-
-def rest(writer: Child) -> list[str]:
-    """What it said and nobody read; the last line may be cut off."""
-    assert writer.process.stdout
-    return [line for line in writer.process.stdout.read().splitlines(keepends=True) if "\n" in line]
 
 
 def spoil(path: Path, damage: str) -> None:
