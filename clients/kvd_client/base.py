@@ -545,7 +545,7 @@ class NamespaceBase:
         num_rows = num_tokens % self.layout.block_size
         left = deadline - time.monotonic()
         yield from self._match(lease, tokens, num_rows + reserve_tokens, True, reply.extras, left)
-        lease.take_tail(tail, num_tokens)
+        lease.fill_tail(tail, num_tokens)
         return Resumed(np.array(tokens.cast("I")), reply.state, reply.generation, lease)
 
 

@@ -590,7 +590,7 @@ class LeaseBase:
             raise BadRequest(f"tokens up to {num_tokens} have no pages")
         return self.pages[first : first + 1]
 
-    def take_tail(self, rows: memoryview, num_tokens: int) -> None:
+    def fill_tail(self, rows: memoryview, num_tokens: int) -> None:
         """Take over the rows of the last tokens, where all blocks before them are here."""
         start = num_tokens - num_tokens % self.layout.block_size
         has_blocks = self.num_committed == start and self.num_tokens < num_tokens
