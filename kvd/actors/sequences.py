@@ -11,6 +11,8 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,92 +53,88 @@ class SavedSequence(msgspec.Struct, frozen=True, tag="kvd.sequence.1"):
 
 
 class SequenceFiles:
-    """One file per sequence in shared memory, and their mirror on disk as of the last checkpoint.
+    """One file per sequence in shared memory, and copies on disk as of the last checkpoint.
 
-    All of it blocks. Sequences are written, read and removed from one thread at a time;
-    `checkpoint` may run beside that, but not twice at once.
+    All of it blocks, and may raise TierFailed. Sequences are written, read and removed from one
+    thread at a time; `checkpoint` may run beside that, but not twice at once.
     """
 
     def __init__(self, directory: Path, data_directory: Path) -> None:
-        self._directory = directory / "sequences"
-        self._mirror = data_directory / "sequences"
-        # Names of files that are other here than in the mirror.
+        self._memory = directory / "sequences"
+        self._disk = data_directory / "sequences"
+        # Names of files that are other in memory than on disk.
         self._changed: set[str] = set()
 
     def begin(self) -> list[SequenceInfo]:
-        """Make ready; all sequences that are there, damaged ones set aside. Raises TierFailed."""
-        try:
-            if not self._directory.exists():
+        """Make ready; all sequences that are there, damaged files set aside."""
+        with _failing("saved sequences cannot be read"):
+            if not self._memory.exists():
                 self._restore()
-            for half in self._directory.glob("*.new"):
+            for half in self._memory.glob("*.new"):
                 half.unlink()
-            found = [self._read(name) for name in _names(self._directory)]
-        except OSError as error:
-            raise TierFailed(f"saved sequences cannot be read: {error}") from error
-        names = {*_names(self._directory), *_names(self._mirror)}
-        self._changed = {
-            name for name in names if _sum(self._directory / name) != _sum(self._mirror / name)
-        }
+            found = [self._read(name) for name in _names(self._memory)]
+            names = {*_names(self._memory), *_names(self._disk)}
+            self._changed = {
+                name for name in names if _sum(self._memory / name) != _sum(self._disk / name)
+            }
         return [saved.info for saved in found if saved]
 
     def write(self, key: SequenceKey, saved: SavedSequence) -> None:
-        """Keep a sequence in the place of what was kept of it. Raises TierFailed."""
-        encoded = msgspec.msgpack.encode(saved)
-        name = _name(key)
-        try:
-            _write(self._directory / name, encoded + xxhash.xxh3_64_digest(encoded))
-        except OSError as error:
-            raise TierFailed(
-                f"a sequence cannot be saved in {self._directory}: {error.strerror}"
-            ) from error
+        """Keep a sequence in the place of what was kept of it."""
+        name, encoded = _name(key), msgspec.msgpack.encode(saved)
+        with _failing("a sequence cannot be saved"):
+            _write(self._memory / name, encoded + xxhash.xxh3_64_digest(encoded))
         self._changed.add(name)
 
     def read(self, key: SequenceKey) -> SavedSequence | None:
         """A sequence, as of the last checkpoint where its file is damaged; None where both are."""
-        return self._read(_name(key))
+        with _failing("a saved sequence cannot be read"):
+            return self._read(_name(key))
 
     def remove(self, key: SequenceKey) -> None:
         """Forget a sequence."""
         name = _name(key)
-        (self._directory / name).unlink(missing_ok=True)
+        with _failing("a sequence cannot be discarded"):
+            (self._memory / name).unlink(missing_ok=True)
         self._changed.add(name)
 
     def checkpoint(self) -> None:
-        """Copy to the disk what changed since the last one. Raises TierFailed, ConfigError."""
+        """Copy to the disk what changed since the last one. Raises ConfigError, too."""
         if not self._changed:
             return
-        taken = set()
+        private_directory(self._disk.parent, 0o700)
+        private_directory(self._disk, 0o700)
+        copied: set[str] = set()
         try:
-            private_directory(self._mirror.parent, 0o700)
-            private_directory(self._mirror, 0o700)
-            while self._changed:
-                taken.add(name := self._changed.pop())
-                self._copy_to_mirror(name)
-            _sync(self._mirror)
-        except OSError as error:
-            self._changed.update(taken)
-            raise TierFailed(f"sequences cannot be kept in {self._mirror}: {error}") from error
+            with _failing("sequences cannot be kept on disk"):
+                while self._changed:
+                    copied.add(name := self._changed.pop())
+                    self._copy_to_disk(name)
+                _sync(self._disk)
+        except TierFailed:
+            self._changed.update(copied)
+            raise
 
-    def _copy_to_mirror(self, name: str) -> None:
+    def _copy_to_disk(self, name: str) -> None:
         try:
-            content = (self._directory / name).read_bytes()
+            content = (self._memory / name).read_bytes()
         except FileNotFoundError:
-            (self._mirror / name).unlink(missing_ok=True)
+            (self._disk / name).unlink(missing_ok=True)
         else:
-            _write(self._mirror / name, content, lasting=True)
+            _write(self._disk / name, content, lasting=True)
 
     def _restore(self) -> None:
-        """Take over all of the mirror, or nothing: half of it would be believed to be all."""
-        half = self._directory.with_suffix(".new")
+        """Take over all that is on disk, or nothing: half of it would be believed to be all."""
+        half = self._memory.with_suffix(".new")
         private_directory(half, 0o700)
-        for name in _names(self._mirror):
-            _write(half / name, (self._mirror / name).read_bytes())
-        half.rename(self._directory)
+        for name in _names(self._disk):
+            _write(half / name, (self._disk / name).read_bytes())
+        half.rename(self._memory)
 
     def _read(self, name: str) -> SavedSequence | None:
-        path, mirrored = self._directory / name, self._mirror / name
-        if (saved := _read(path)) is None and (saved := _read(mirrored)) is not None:
-            _write(path, mirrored.read_bytes())
+        path, copy = self._memory / name, self._disk / name
+        if (saved := _read(path)) is None and (saved := _read(copy)) is not None:
+            _write(path, copy.read_bytes())
         return saved
 
 
@@ -150,7 +148,7 @@ class Sequences:
 
     async def begin(self) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too."""
-        for info in await to_thread.run_sync(lambda: list(self._files.begin())):
+        for info in await to_thread.run_sync(self._files.begin):
             self._table.put(info.key, info)
 
     async def save(
@@ -209,7 +207,7 @@ class Sequences:
         return [_status(*each) for each in found]
 
     def checkpoint(self) -> None:
-        """Have what is saved survive the machine's end. Blocking; as `SequenceFiles.checkpoint`."""
+        """As `SequenceFiles.checkpoint`: what is saved survives the machine's end."""
         self._files.checkpoint()
 
     async def close(self) -> None:
@@ -239,6 +237,14 @@ def _status(key: SequenceKey, info: SequenceInfo) -> SequenceStatus:
         generation=info.generation,
         age_seconds=round(time.time() - info.saved_at, 3),
     )
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierFailed(f"{what}: {error}") from error
 
 
 def _name(key: SequenceKey) -> str:
