@@ -104,15 +104,16 @@ class SequenceFiles:
             return
         private_directory(self._disk.parent, 0o700)
         private_directory(self._disk, 0o700)
-        copied: set[str] = set()
+        # What was discarded makes room for the others.
+        names = sorted(self._changed, key=lambda name: (self._memory / name).exists())
         try:
             with _failing("sequences cannot be kept on disk"):
-                while self._changed:
-                    copied.add(name := self._changed.pop())
+                for name in names:
+                    self._changed.discard(name)  # first: it may be written again meanwhile
                     self._copy_to_disk(name)
                 _sync(self._disk)
         except TierFailed:
-            self._changed.update(copied)
+            self._changed.update(names)
             raise
 
     def _copy_to_disk(self, name: str) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from kvd.actors.sequences import SavedSequence, SequenceFiles, Sequences
 from kvd.cache.sequences import SequenceContent, SequenceInfo
 from kvd.config import LimitConfig
-from kvd.protocol.errors import ConfigError, TierFailed, UnknownSequence
+from kvd.protocol.errors import TierFailed, UnknownSequence
 from kvd.protocol.keys import NamespaceInfo
 from tests.arena.conftest import child, mount, shm  # noqa: F401 - fixtures
 from tests.e2e.support import IDENTITY, LAYOUT
@@ -177,14 +177,30 @@ def test_where_there_is_no_room_nothing_is_lost(
 
 def test_a_checkpoint_that_fails_is_made_good_by_the_next(machine: Machine) -> None:
     machine.save()
-    machine.disk.mkdir(mode=0o700)
-    (machine.disk / "sequences").write_text("in the way")
-    with pytest.raises(ConfigError, match="not a directory"):
+    (path,) = machine.paths(machine.memory)
+    in_the_way = machine.disk / "sequences" / path.with_suffix(".new").name
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(TierFailed, match="kept on disk"):
         machine.files.checkpoint()
-    (machine.disk / "sequences").unlink()
+    in_the_way.rmdir()
     machine.files.checkpoint()
     machine.lose_power()
     assert machine.found == {"chat": 1}
+
+
+def test_what_was_discarded_makes_room_on_a_full_disk(
+    machine: Machine,
+    mount: Callable[..., Path],  # noqa: F811
+) -> None:
+    machine.disk = mount("size=48k")
+    machine.start()
+    for name in "abcdefgh":
+        machine.files.write((SPACE.key, name), sequence(name, size=30_000))
+        machine.files.checkpoint()
+        machine.files.remove((SPACE.key, name))
+    assert machine.paths(machine.disk) != []
+    machine.files.checkpoint()
+    assert machine.paths(machine.disk) == []
 
 
 WRITER = """
