@@ -60,7 +60,8 @@ class LimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Of the capacity, a session may hold `session_reserved_fraction` in pages that it has not
     committed; pins may hold `pinned_fraction` in all and `owner_pinned_fraction` for one owner.
-    Namespaces and layouts that nobody uses make place for others.
+    Namespaces and layouts that nobody uses make place for others. Of saved sequences there may be
+    so many, and all together may have `sequence_bytes`.
     """
 
     sessions: Count = 1024
@@ -72,6 +73,8 @@ class LimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pins: Count = 1024
     pinned_fraction: Fraction = 0.5
     owner_pinned_fraction: Fraction = 0.25
+    sequences: Count = 1000
+    sequence_bytes: ByteSize = ByteSize(256 << 20)
     session_waiting: Count = 32
     batch_items: Count = 256
     request_bytes: ByteSize = ByteSize(8 << 20)

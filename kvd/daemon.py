@@ -18,6 +18,7 @@ from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.recovery import recover
 from kvd.actors.router import Router
+from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.sessions import SessionTable
 from kvd.actors.signal import Signal
 from kvd.actors.store import StoreActor
@@ -70,7 +71,11 @@ class Daemon(AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
-        with closing(await to_thread.run_sync(self._own_endpoint)), closing(self._own_directory()):
+        with (
+            closing(await to_thread.run_sync(self._own_endpoint)),
+            closing(self._own_directory()),
+            closing(self._own_data_directory()),
+        ):
             header_path = self.directory / "header"
             try:
                 header = create_header(header_path)
@@ -83,9 +88,13 @@ class Daemon(AsyncContextManagerMixin):
             ]
             actors: list[TierActor | StoreActor] = [tier, *stores]
             self._manager = Manager(self.config, tier, header, stores, changed)
-            mover = Mover(self.config.cache, self._manager, stores)
+            files = SequenceFiles(self.directory, self.config.resolved_data_directory)
+            sequences = Sequences(files, self.config.limits)
+            mover = Mover(self.config.cache, self._manager, sequences, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
-            router = Router(self.config, self._manager, mover, sessions, self.epoch, header_path)
+            router = Router(
+                self.config, self._manager, mover, sequences, sessions, self.epoch, header_path
+            )
             async with create_task_group() as below:
                 for actor in actors:
                     await below.start(actor.run)
@@ -94,6 +103,7 @@ class Daemon(AsyncContextManagerMixin):
                         await actor.open(self.epoch)
                     await recover(self._manager, tier, stores)
                     sessions.begin()
+                    await sequences.begin()
                     # Before anything is bound: whoever holds a lease of an earlier start finds it
                     # void before this start can hand out a page.
                     header.begin_epoch(self.epoch)
@@ -129,6 +139,14 @@ class Daemon(AsyncContextManagerMixin):
         else:
             make_directory(path.parent, 0o750)
         return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
+
+    def _own_data_directory(self) -> OwnerLock:
+        directory = self.config.resolved_data_directory
+        try:
+            private_directory(directory, 0o700)
+        except ConfigError as error:
+            raise ConfigError(f"{error}: set data_directory") from error
+        return OwnerLock(directory / "daemon.lock", str(directory))
 
     def _own_directory(self) -> OwnerLock:
         if not self.config.directory:

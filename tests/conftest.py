@@ -5,7 +5,9 @@ torch is imported inside the fixtures, so that tests that need no model start at
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,14 @@ hypothesis.settings.load_profile("kvd")
 
 # A shell that starts the suite in the background has it ignore interrupts, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What a daemon keeps on disk where nothing else is said goes with the suite.
+# The models that the demo made stay where they are.
+_models = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvd-models"
+_models.mkdir(parents=True, exist_ok=True)
+_cache = tempfile.TemporaryDirectory(prefix="kvd-test-cache-")
+(Path(_cache.name) / "kvd-models").symlink_to(_models)
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # The first test that asks for one of these waits until the model is made: once per machine.
 MADE_ONCE = {"recall_dir", "smollm2_dir"}

@@ -73,7 +73,7 @@ def left(base: Path, name: str = "kvd") -> list[str]:
     return sorted(path.name for path in (base / name).iterdir())
 
 
-CLEAN = ["daemon.lock", "header", "host.lock"]
+CLEAN = ["daemon.lock", "header", "host.lock", "sequences"]
 
 
 @pytest.fixture(autouse=True)

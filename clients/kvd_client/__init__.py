@@ -20,6 +20,8 @@ from kvd.protocol.errors import (
     LimitExceeded,
     OutOfPages,
     PagesInUse,
+    SequenceTaken,
+    UnknownSequence,
     Unsupported,
     VersionMismatch,
 )
@@ -29,10 +31,13 @@ from kvd.protocol.messages import (
     DropResult,
     LeasesReply,
     PinResult,
+    SequencesReply,
+    SequenceStatus,
     Shortage,
     StatusReply,
 )
 from kvd.protocol.units import format_bytes
+from kvd_client.base import Resumed
 from kvd_client.client import Client, Lease, Namespace
 
 __all__ = [
@@ -54,8 +59,13 @@ __all__ = [
     "OutOfPages",
     "PagesInUse",
     "PinResult",
+    "Resumed",
+    "SequenceStatus",
+    "SequenceTaken",
+    "SequencesReply",
     "Shortage",
     "StatusReply",
+    "UnknownSequence",
     "Unsupported",
     "VersionMismatch",
     "format_bytes",

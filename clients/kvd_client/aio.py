@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import DropResult, LeasesReply, PinResult, StatusReply
-    from kvd_client.base import ExtraItems
+    from kvd.protocol.messages import (
+        DropResult,
+        LeasesReply,
+        PinResult,
+        SequencesReply,
+        StatusReply,
+    )
+    from kvd_client.base import ExtraItems, Resumed
 
 T = TypeVar("T")
 
@@ -87,6 +93,16 @@ class AsyncClient(ClientBase):
         return await self.run(
             self._drop_from(namespace, tokens, from_token, extras, self.deadline(None))
         )
+
+    async def sequences(
+        self, *, namespace_key: bytes | None = None, sequence: str | None = None, limit: int = 1000
+    ) -> SequencesReply:
+        """As `Client.sequences`."""
+        return await self.run(self._sequences(namespace_key, sequence, limit))
+
+    async def discard(self, namespace_key: bytes, sequence: str, *, generation: int = 0) -> bool:
+        """As `Client.discard`."""
+        return await self.run(self._discard(namespace_key, sequence, generation))
 
     async def close(self) -> None:
         """As `Client.close`."""
@@ -194,6 +210,21 @@ class AsyncLease(LeaseBase):
         """As `Lease.commit`."""
         return await self._client.run(self._commit(tokens, extras, timeout))
 
+    async def save(
+        self,
+        sequence: str,
+        tokens: TokenIds,
+        state: bytes = b"",
+        *,
+        generation: int = 0,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> int:
+        """As `Lease.save`."""
+        return await self._client.run(
+            self._save(sequence, tokens, state, generation, extras, timeout)
+        )
+
     async def fork(self, *, reserve_tokens: int = 0, timeout: float | None = None) -> Self:
         """As `Lease.fork`."""
         fork = type(self)(self._namespace)
@@ -261,3 +292,19 @@ class AsyncNamespace(NamespaceBase):
     ) -> DropResult:
         """As `Namespace.drop`."""
         return await self._client.run(self._drop(tokens, from_token, extras, timeout))
+
+    async def resume(
+        self, sequence: str, *, reserve_tokens: int = 0, timeout: float | None = None
+    ) -> Resumed[AsyncLease]:
+        """As `Namespace.resume`."""
+        return await self._client.run(
+            self._resume(AsyncLease(self), sequence, reserve_tokens, timeout)
+        )
+
+    async def sequences(self, limit: int = 1000) -> SequencesReply:
+        """As `Namespace.sequences`."""
+        return await self._client.run(self._client._sequences(self._key, None, limit))
+
+    async def discard(self, sequence: str, *, generation: int = 0) -> bool:
+        """As `Namespace.discard`."""
+        return await self._client.run(self._client._discard(self._key, sequence, generation))

@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvd.arena.base import GROUP_PAGES
 from kvd.arena.host import MappedArena
-from kvd.protocol.codec import TOKEN_BYTES, TokenIds, decode_request, encode, pack_tokens
+from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
 from kvd.protocol.endpoint import client_endpoint
 from kvd.protocol.errors import (
     BadRequest,
@@ -31,13 +35,15 @@ from kvd.protocol.errors import (
     TierFailed,
     UnknownNamespace,
 )
-from kvd.protocol.keys import Identity, check_identity
+from kvd.protocol.keys import Identity, check_identity, namespace_key
 from kvd.protocol.layout import Layout, check_layout, check_rows
 from kvd.protocol.messages import (
     NO_REPLY,
     AnyReply,
     AnyRequest,
     CloseRequest,
+    DiscardReply,
+    DiscardRequest,
     DropItem,
     DropReply,
     DropRequest,
@@ -53,6 +59,10 @@ from kvd.protocol.messages import (
     PinRequest,
     PinResult,
     ReleaseRequest,
+    ResumeReply,
+    ResumeRequest,
+    SequencesReply,
+    SequencesRequest,
     StatusReply,
     StatusRequest,
     UnpinReply,
@@ -67,6 +77,7 @@ from kvd_client.session import (
     LinkChanged,
     Operation,
     Session,
+    checked,
     result_of,
     traceparent,
     wire,
@@ -75,9 +86,9 @@ from kvd_client.transport import Connection
 
 logger = logging.getLogger(__name__)
 
-Q = TypeVar("Q", bound=AnyRequest)
 R = TypeVar("R", bound=AnyReply)
 T = TypeVar("T")
+L = TypeVar("L", bound=LeaseBase)
 
 # What else identifies a position: 32 bytes, a digest of the image there, say.
 ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
@@ -86,6 +97,19 @@ ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
 SUSPECT_SECONDS = 0.2
 MAX_NAME = 64
 MAX_SECONDS = 86_400.0 * 365
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Generic[L]):
+    """A sequence as it was saved, and a lease of what is left of its KV.
+
+    The KV of the first `lease.num_tokens` tokens is there; that of the others is to be computed.
+    """
+
+    tokens: NDArray[np.uint32]
+    state: bytes
+    generation: int
+    lease: L
 
 
 class ClientBase:
@@ -163,20 +187,43 @@ class ClientBase:
     def _unpin(self, owner: str | None, pins: Sequence[int]) -> Operation[int]:
         if not isinstance(pins, Sequence):
             raise BadRequest(f"{pins!r} is no sequence of pins")
-        deadline = self.deadline(None)
+        request = UnpinRequest(id=NO_REPLY, owner=owner or "", pins=tuple(pins))
+        reply, _ = yield from self._ask_anew(request, self.deadline(None), UnpinReply)
+        return reply.num_pins
+
+    def _sequences(
+        self, key: bytes | None, name: str | None, limit: int
+    ) -> Operation[SequencesReply]:
+        request = SequencesRequest(id=NO_REPLY, namespace_key=key, sequence=name, limit=limit)
+        reply, _ = yield from self._ask_anew(request, self.deadline(None), SequencesReply)
+        return reply
+
+    def _discard(self, key: bytes, name: str, generation: int) -> Operation[bool]:
+        request = DiscardRequest(
+            id=NO_REPLY, namespace_key=key, sequence=name, generation=generation
+        )
+        reply, _ = yield from self._ask_anew(request, self.deadline(None), DiscardReply)
+        return reply.was_there
+
+    def _ask_anew(
+        self, request: AnyRequest, deadline: float, kind: type[R]
+    ) -> Operation[tuple[R, Sequence[memoryview]]]:
+        """The answer, and frames behind it, to what no session owns: asked anew in the next one."""
+        checked(request)
         while True:
             session = yield from self.session(deadline)
-            request = UnpinRequest(
-                id=self.next_id(),
-                epoch=session.epoch,
-                deadline_ns=wire(deadline),
-                owner=owner or "",
-                pins=tuple(pins),
-            )
-            # The session may be over by then; pins are an owner's, not a session's.
             with contextlib.suppress(NotAttached, StaleEpoch):
-                reply = yield from self.request(session, checked(request), deadline, UnpinReply)
-                return reply.num_pins
+                call = self.call(
+                    session,
+                    msgspec.structs.replace(
+                        request,
+                        id=self.next_id(),
+                        epoch=session.epoch,
+                        deadline_ns=wire(deadline),
+                        trace=traceparent(),
+                    ),
+                )
+                return (yield from self._ask(call, deadline, kind)), call.rest
 
     def _drop_from(
         self, namespace: int, tokens: TokenIds, from_token: int, extras: ExtraItems, deadline: float
@@ -327,6 +374,8 @@ class ClientBase:
 
     def _connect(self) -> None:
         self._pid = os.getpid()
+        # By this the daemon knows a first save that is said again; a child's are its own.
+        self.saver = secrets.randbits(62) | 1
         self._connection = Connection(self.endpoint, self.name, maps=self._maps)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
@@ -349,6 +398,7 @@ class NamespaceBase:
         self.salt = salt
         self.extras = extras
         self._client = client
+        self._key = namespace_key(identity, layout, salt, extras=extras)
         self._binding: Binding | None = None
         client._namespaces.add(self)
 
@@ -485,18 +535,24 @@ class NamespaceBase:
             )
         )
 
+    def _resume(
+        self, lease: L, sequence: str, reserve_tokens: int, timeout: float | None
+    ) -> Operation[Resumed[L]]:
+        """Have a lease, which is a miss so far, stand for what is left of a sequence."""
+        deadline = self._client.deadline(timeout)
+        request = ResumeRequest(id=NO_REPLY, namespace_key=self._key, sequence=sequence)
+        check_tokens(reserve_tokens)
+        reply, (tokens, tail) = yield from self._client._ask_anew(request, deadline, ResumeReply)
+        num_tokens = len(tokens) // TOKEN_BYTES
+        num_rows = num_tokens % self.layout.block_size
+        left = deadline - time.monotonic()
+        yield from self._match(lease, tokens, num_rows + reserve_tokens, True, reply.extras, left)
+        lease.fill_tail(tail, num_tokens)
+        return Resumed(np.array(tokens.cast("I")), reply.state, reply.generation, lease)
+
 
 def check_timeout(timeout: float) -> float:
     """Refuse what is no number of seconds (BadRequest); a negative one is over already."""
     if not isinstance(timeout, int | float) or not -MAX_SECONDS <= timeout <= MAX_SECONDS:
         raise BadRequest(f"{timeout!r} is no number of seconds up to {MAX_SECONDS:.0f}")
     return timeout
-
-
-def checked(request: Q) -> Q:
-    """A request as the daemon will read it; raises BadRequest where it could not."""
-    try:
-        decode_request(encode(request))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadRequest(f"{type(request).__name__}: {error}") from error
-    return request

@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import DropResult, LeasesReply, PinResult, StatusReply
-    from kvd_client.base import ExtraItems
+    from kvd.protocol.messages import (
+        DropResult,
+        LeasesReply,
+        PinResult,
+        SequencesReply,
+        StatusReply,
+    )
+    from kvd_client.base import ExtraItems, Resumed
 
 T = TypeVar("T")
 
@@ -83,6 +89,16 @@ class Client(ClientBase):
         """As `Namespace.drop`, for a namespace that is known by its number."""
         return self.run(self._drop_from(namespace, tokens, from_token, extras, self.deadline(None)))
 
+    def sequences(
+        self, *, namespace_key: bytes | None = None, sequence: str | None = None, limit: int = 1000
+    ) -> SequencesReply:
+        """The saved sequences, the oldest first: of a namespace or a name, or all."""
+        return self.run(self._sequences(namespace_key, sequence, limit))
+
+    def discard(self, namespace_key: bytes, sequence: str, *, generation: int = 0) -> bool:
+        """As `Namespace.discard`, for a namespace that is known by its key."""
+        return self.run(self._discard(namespace_key, sequence, generation))
+
     def close(self) -> None:
         """Detach. Leases that are still open end; their pages are freed when no view is left.
 
@@ -138,6 +154,30 @@ class Lease(LeaseBase):
         were dropped: what is written stays this lease's alone.
         """
         return self._client.run(self._commit(tokens, extras, timeout))
+
+    def save(
+        self,
+        sequence: str,
+        tokens: TokenIds,
+        state: bytes = b"",
+        *,
+        generation: int = 0,
+        extras: ExtraItems = (),
+        timeout: float | None = None,
+    ) -> int:
+        """Keep a sequence by its name, so that any process goes on with it by `Namespace.resume`.
+
+        `tokens` are all of it, every row of which is written; what has none yet (the token that was
+        just sampled) belongs to `state`, 64 KiB of your own. Blocks that are not committed, or are
+        evicted later, will have to be computed again. `generation` is what the last save or resume
+        gave, and 0 for a new sequence; the answer is for the next save. When it returns, the
+        sequence survives this process and the daemon. After DeadlineExceeded or DaemonUnavailable
+        it may be saved; saving again does no harm.
+
+        Raises SequenceTaken where another client saved or resumed it, UnknownSequence where it was
+        discarded, LimitExceeded, LeaseEnded, DaemonUnavailable, DeadlineExceeded.
+        """
+        return self._client.run(self._save(sequence, tokens, state, generation, extras, timeout))
 
     def fork(self, *, reserve_tokens: int = 0, timeout: float | None = None) -> Self:
         """Another lease of the committed blocks, with pages behind them for so many tokens more.
@@ -228,3 +268,25 @@ class Namespace(NamespaceBase):
         computed before is not committed after. Raises DaemonUnavailable, DeadlineExceeded.
         """
         return self._client.run(self._drop(tokens, from_token, extras, timeout))
+
+    def resume(
+        self, sequence: str, *, reserve_tokens: int = 0, timeout: float | None = None
+    ) -> Resumed[Lease]:
+        """Go on with a saved sequence; who saved it before can save it no more.
+
+        Its lease has what is left of its KV, that of `lease.num_tokens` tokens, and pages behind
+        for its tail and `reserve_tokens` more. Raises UnknownSequence, DaemonUnavailable,
+        DeadlineExceeded; after the last, resume again.
+        """
+        return self._client.run(self._resume(Lease(self), sequence, reserve_tokens, timeout))
+
+    def sequences(self, limit: int = 1000) -> SequencesReply:
+        """The saved sequences of this namespace, the oldest first."""
+        return self._client.run(self._client._sequences(self._key, None, limit))
+
+    def discard(self, sequence: str, *, generation: int = 0) -> bool:
+        """Forget a sequence; whether there was one.
+
+        With a generation, raises SequenceTaken where it is of another.
+        """
+        return self._client.run(self._client._discard(self._key, sequence, generation))

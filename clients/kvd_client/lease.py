@@ -50,11 +50,13 @@ from kvd.protocol.messages import (
     ReserveRequest,
     Run,
     Runs,
+    SaveReply,
+    SaveRequest,
     Shortage,
     StoreRequest,
 )
 from kvd_client.mirror import Mirror, Piece
-from kvd_client.session import Call, Operation, Session, result_of, traceparent, wire
+from kvd_client.session import Call, Operation, Session, checked, result_of, traceparent, wire
 
 if TYPE_CHECKING:
     import torch
@@ -568,6 +570,59 @@ class LeaseBase:
         self.pages[first : first + count] = pages
         self.num_committed = stop
         return stop
+
+    def _save(
+        self,
+        sequence: str,
+        tokens: TokenIds,
+        state: bytes,
+        generation: int,
+        extras: Sequence[tuple[int, bytes]],
+        timeout: float | None,
+    ) -> Operation[int]:
+        packed = pack_tokens(tokens)
+        num_tokens = len(packed) // TOKEN_BYTES
+        tail = self._tail_of(num_tokens)
+        session = self._bound().session
+        deadline = self._client.deadline(timeout)
+        request = checked(
+            SaveRequest(
+                id=self._client.next_id(),
+                epoch=session.epoch,
+                deadline_ns=wire(deadline),
+                trace=traceparent(),
+                sequence=sequence,
+                lease=self._id,
+                num_tokens=num_tokens,
+                saver=self._client.saver,
+                generation=generation,
+                tail_page=int(tail[0]) if len(tail) else None,
+                extras=pack_extras(extras, 0, num_tokens),
+                state=state,
+            )
+        )
+        with self._ends_with_session():
+            yield from self._store(tail)
+        reply = yield from self._ask(request, deadline, SaveReply, packed)
+        return reply.generation
+
+    def _tail_of(self, num_tokens: int) -> Pages:
+        """The own page of the last of so many tokens; none where their blocks are all committed."""
+        first, num_rows = divmod(num_tokens, self.layout.block_size)
+        if num_rows == 0 or num_tokens <= self._num_named:
+            return self.pages[:0]
+        if num_tokens > self.capacity_tokens:
+            raise BadRequest(f"tokens up to {num_tokens} have no pages")
+        return self.pages[first : first + 1]
+
+    def fill_tail(self, rows: memoryview, num_tokens: int) -> None:
+        """Take over the rows of the last tokens, where all blocks before them are here."""
+        start = num_tokens - num_tokens % self.layout.block_size
+        has_blocks = self.num_committed == start and self.num_tokens < num_tokens
+        if has_blocks and len(rows) and num_tokens <= self.capacity_tokens:
+            (array,) = self.write_arrays(start, num_tokens)
+            array[:] = np.frombuffer(rows, array.dtype).reshape(array.shape)
+            self.num_tokens = num_tokens
 
     def abort(self) -> None:
         """Give back the pages that are not committed. Raises PagesInUse."""

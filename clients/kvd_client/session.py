@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvd.arena.header import SharedHeader, map_header
 from kvd.arena.membership import SessionLock
-from kvd.protocol.codec import decode_reply, encode
+from kvd.protocol.codec import decode_reply, decode_request, encode
 from kvd.protocol.errors import (
     BadRequest,
     DaemonUnavailable,
@@ -46,6 +46,7 @@ from kvd.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
+Q = TypeVar("Q", bound=AnyRequest)
 T = TypeVar("T")
 
 # The daemon answers this much before the caller's deadline, so that the answer arrives within it.
@@ -279,6 +280,15 @@ class Core:
         self.session = None
         self.living.clear()
         self.set_link(Link.ATTACHING)
+
+
+def checked(request: Q) -> Q:
+    """A request as the daemon will read it; raises BadRequest where it could not."""
+    try:
+        decode_request(encode(request))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"{type(request).__name__}: {error}") from error
+    return request
 
 
 def wire(deadline: float) -> int:

@@ -93,6 +93,15 @@ def pins(
         commands.pins(client, limit, as_json=as_json)
 
 
+@app.command(epilog="Example: kvd-ctl sequences --json | jq '.sequences[].sequence'")
+def sequences(
+    limit: Limit = 100, endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = False
+) -> None:
+    """List the saved sequences, the oldest first."""
+    with _client(endpoint, timeout) as client:
+        commands.sequences(client, limit, as_json=as_json)
+
+
 @app.command(epilog="Example: kvd-ctl pin 1 @prompt.json --for 2h")
 def pin(
     namespace: NamespaceNumber,
@@ -149,6 +158,21 @@ def drop(
         if tokens is None and not yes:
             typer.confirm(commands.question(client, namespace), abort=True, err=True)
         commands.drop(client, namespace, tokens or b"", from_token, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl discard chat-7")
+def discard(
+    name: Annotated[str, typer.Argument(metavar="SEQUENCE", help="Its name.")],
+    namespace: Annotated[
+        str, typer.Option(help="How its key begins, as `kvd-ctl sequences` says.")
+    ] = "",
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Forget a saved sequence; nobody can resume it any more."""
+    with _client(endpoint, timeout) as client:
+        commands.discard(client, name, namespace, as_json=as_json)
 
 
 @contextmanager

@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvd_client import BadRequest, Client, format_bytes, to_json
+from msgspec.structs import asdict
+
+from kvd_client import BadRequest, Client, UnknownSequence, format_bytes, to_json
 from kvd_ctl import render
 from kvd_ctl.notation import TOKEN_BYTES, format_duration
+
+# Of a namespace's key as many as tell it from others.
+KEY_CHARACTERS = 12
 
 
 def ping(client: Client, *, as_json: bool) -> None:
@@ -98,6 +103,32 @@ def pins(client: Client, limit: int, *, as_json: bool) -> None:
     render.more(reply.num_pins - len(rows))
 
 
+def sequences(client: Client, limit: int, *, as_json: bool) -> None:
+    """List the oldest saved sequences."""
+    reply = client.sequences(limit=limit)
+    if as_json:
+        listed = [
+            asdict(each) | {"namespace_key": each.namespace_key.hex()} for each in reply.sequences
+        ]
+        print(to_json({"sequences": listed, "num_sequences": reply.num_sequences}))
+        return
+    rows = [
+        {
+            "sequence": each.sequence,
+            "namespace": each.namespace_key.hex()[:KEY_CHARACTERS],
+            "model": each.model,
+            "salt": each.salt,
+            "tokens": each.num_tokens,
+            "bytes": format_bytes(each.num_bytes),
+            "generation": each.generation,
+            "age": format_duration(each.age_seconds),
+        }
+        for each in reply.sequences
+    ]
+    render.table("sequences", rows)
+    render.more(reply.num_sequences - len(rows))
+
+
 def pin(
     client: Client, namespace: int, tokens: bytes, seconds: float, owner: str, *, as_json: bool
 ) -> None:
@@ -142,4 +173,24 @@ def drop(client: Client, namespace: int, tokens: bytes, from_token: int, *, as_j
         by_tier = ", ".join(f"{tier} {count}" for tier, count in result.blocks_by_tier.items())
         render.console.print(
             f"blocks dropped: {by_tier}; still held by leases: {result.num_detached}"
+        )
+
+
+def discard(client: Client, name: str, key: str, *, as_json: bool) -> None:
+    """Discard a sequence, of a namespace whose key begins so. Raises where that is not one."""
+    listed = client.sequences(sequence=name).sequences
+    found = [each for each in listed if each.namespace_key.hex().startswith(key)]
+    if not found:
+        raise UnknownSequence(f"no sequence {name!r} is saved")
+    if len(found) > 1:
+        keys = ", ".join(each.namespace_key.hex()[:KEY_CHARACTERS] for each in found)
+        raise BadRequest(f"several namespaces have it: choose one by --namespace: {keys}")
+    (sequence,) = found
+    was_there = client.discard(sequence.namespace_key, name)
+    if as_json:
+        print(to_json({"was_there": was_there}))
+    else:
+        render.console.print(
+            f"sequence {name} is discarded: {sequence.num_tokens} tokens, "
+            f"{format_bytes(sequence.num_bytes)}"
         )

@@ -16,7 +16,7 @@ from kvd_ctl.notation import format_duration
 PIPED_WIDTH = 10_000
 REVISION_CHARACTERS = 12
 # On a narrow terminal these columns are folded, and no other: what people chose can be long.
-FOLDED = {"client", "owner", "model", "salt", "adapter", "positions", "layout"}
+FOLDED = {"client", "owner", "sequence", "model", "salt", "adapter", "positions", "layout"}
 
 # What is printed are names of others: nothing in them is markup.
 console = Console(

@@ -518,6 +518,14 @@ class Manager:
             piece[:] = data[start : start + len(piece)]
             start += len(piece)
 
+    def rows(self, lease: Lease, page: int, num_rows: int) -> bytes:
+        """A copy of the first rows of a page that a lease reserved, as its layout has a block."""
+        if page not in lease.reserved:
+            raise BadRequest("a save may name a page that its lease reserved alone")
+        check_rows(lease.namespace.arena.layout)
+        view = self.arenas[lease.namespace.arena.id].memory.page_view(page)
+        return view[:, :, :num_rows].tobytes()
+
     def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
         memory = self.arenas[lease.namespace.arena.id].memory
         return list(memory.slice_views(slices, runs))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from kvd.actors.manager import Manager
+    from kvd.actors.sequences import Sequences
     from kvd.actors.store import StoreActor
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Namespace
@@ -63,9 +64,16 @@ class _Work:
 class Mover:
     """All movement of one daemon."""
 
-    def __init__(self, config: CacheConfig, manager: Manager, stores: Sequence[StoreActor]) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        manager: Manager,
+        sequences: Sequences,
+        stores: Sequence[StoreActor],
+    ) -> None:
         self._config = config
         self._manager = manager
+        self._sequences = sequences
         self._state = manager.state
         self._stores = stores
         # What is on its way is held: of a small memory never so much that others wait for it.
@@ -81,8 +89,7 @@ class Mover:
             self._tasks.start_soon(self._sum)
             for store in self._stores:
                 self._tasks.start_soon(self._demote, store)
-            if self._stores:
-                self._tasks.start_soon(self._checkpoint_by_time)
+            self._tasks.start_soon(self._checkpoint_by_time)
             task_status.started()
 
     async def close(self) -> None:
@@ -141,10 +148,11 @@ class Mover:
     async def checkpoint(self) -> int:
         """Copy down all that has no copy yet in the stores that survive; how many blocks.
 
-        When it returns they survive a power loss, and what was dropped before stays dropped. Raises
-        TierFailed where that cannot be.
+        When it returns they survive a power loss, with the saved sequences, and what was dropped
+        before stays dropped. Raises TierFailed where that cannot be.
         """
         before = self._state.counters["blocks_demoted"]
+        await self._sequences.checkpoint()
         for actor in self._stores:
             if actor.tier.survives:
                 await self._save_all(actor)

@@ -73,6 +73,8 @@ async def _adopt(manager: Manager, adopted: Adopted) -> None:
     found = read_table(adopted, spaces)
     planted = await anyio.to_thread.run_sync(plant, found.forest, MEMORY)
     kept = adopted.pages[planted]
+    for space in spaces.values():
+        space.num_pages = space.tree.num_blocks
     arena.pool.restore(adopted.pages, kept, list(found.quarantined.values()))
     # The table says what they are before anybody gets one of them.
     table.free(np.flatnonzero(arena.pool.states == PageState.FREE))

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
+    from kvd.actors.sequences import Sequences
+    from kvd.cache.leases import Lease
     from kvd.config import Config
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class Router:
         config: Config,
         manager: Manager,
         mover: Mover,
+        sequences: Sequences,
         sessions: SessionTable,
         epoch: int,
         header: Path,
@@ -97,7 +100,9 @@ class Router:
         self._manager = manager
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
-        self._verbs = Verbs(config.limits, manager, mover, sessions, epoch, self.counters)
+        self._verbs = Verbs(
+            config.limits, manager, mover, sequences, sessions, epoch, self.counters
+        )
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
@@ -252,25 +257,26 @@ class Router:
     def _answer(self, identity: bytes, request: AnyRequest, answer: Answer) -> None:
         if request.id == NO_REPLY and isinstance(answer.reply, DoneReply):
             return
-        if answer.frames:
-            self._send_pages(identity, answer)
-        elif not self._send(identity, answer.reply) and isinstance(answer.reply, MatchReply):
+        if answer.lease is not None:
+            self._send_pages(identity, answer.lease, answer)
+            return
+        is_sent = self._send(identity, answer.reply, *answer.frames)
+        if not is_sent and isinstance(answer.reply, MatchReply):
             self._undo(identity, request)
 
-    def _send(self, identity: bytes, reply: AnyReply) -> bool:
+    def _send(self, identity: bytes, reply: AnyReply, *frames: bytes | memoryview) -> bool:
         """Send without blocking; False for a client that is gone or does not read."""
         try:
-            self._socket.send_multipart((identity, encode(reply)), NOBLOCK)
+            self._socket.send_multipart((identity, encode(reply), *frames), NOBLOCK)
         except zmq.ZMQError as error:  # host unreachable, or its queue is full
             self.counters["replies_undeliverable"] += 1
             logger.debug("reply %s undeliverable: %s", reply.id, error)
             return False
         return True
 
-    def _send_pages(self, identity: bytes, answer: Answer) -> None:
+    def _send_pages(self, identity: bytes, lease: Lease, answer: Answer) -> None:
         """Send page memory where it lies; its pages are held until ZeroMQ is done with it."""
-        assert answer.lease is not None
-        hold = self._transfers.hold(answer.lease)
+        hold = self._transfers.hold(lease)
         message: list[Any] = [identity, encode(answer.reply), *answer.frames]
         try:
             tracker = self._socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)

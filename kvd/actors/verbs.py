@@ -33,6 +33,8 @@ from kvd.protocol.messages import (
     CloseRequest,
     CommitReply,
     CommitRequest,
+    DiscardReply,
+    DiscardRequest,
     DoneReply,
     DropReply,
     DropRequest,
@@ -58,6 +60,12 @@ from kvd.protocol.messages import (
     ReserveReply,
     ReserveRequest,
     ReserveResult,
+    ResumeReply,
+    ResumeRequest,
+    SaveReply,
+    SaveRequest,
+    SequencesReply,
+    SequencesRequest,
     Shortage,
     StoreRequest,
     UnpinReply,
@@ -69,8 +77,10 @@ if TYPE_CHECKING:
 
     from kvd.actors.manager import Manager, Match
     from kvd.actors.mover import Mover
+    from kvd.actors.sequences import Sequences
     from kvd.actors.sessions import Session, SessionTable
     from kvd.cache.leases import Lease
+    from kvd.cache.memory import Namespace
     from kvd.config import LimitConfig
 
 R = TypeVar("R")
@@ -78,10 +88,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply, and frames of page memory behind it, for whose pages `lease` is held meanwhile."""
+    """A reply and frames behind it; where they are page memory, `lease` is held meanwhile."""
 
     reply: AnyReply
-    frames: Sequence[memoryview] = ()
+    frames: Sequence[bytes | memoryview] = ()
     lease: Lease | None = None
 
 
@@ -117,6 +127,7 @@ class Verbs:
         limits: LimitConfig,
         manager: Manager,
         mover: Mover,
+        sequences: Sequences,
         sessions: SessionTable,
         epoch: int,
         counters: Counter[str],
@@ -124,6 +135,7 @@ class Verbs:
         self._limits = limits
         self._manager = manager
         self._mover = mover
+        self._sequences = sequences
         self._sessions = sessions
         self._epoch = epoch
         self._counters = counters
@@ -153,6 +165,14 @@ class Verbs:
                 return self._pin(session, request, frames)
             case DropRequest():
                 return self._drop(request, frames)
+            case SaveRequest():
+                return self._save(session, request, frames)
+            case ResumeRequest():
+                return self._resume(request)
+            case DiscardRequest():
+                return self._discard(request)
+            case SequencesRequest():
+                return self._list(request)
             case OpenRequest():
                 return self._open(session, request)
             case UnpinRequest():
@@ -407,6 +427,50 @@ class Verbs:
         """Answered when it is so for good."""
         await self._manager.settle()
         return Answer(DropReply(id=request.id, epoch=self._epoch, results=tuple(results)))
+
+    # --- sequences ---
+
+    def _save(self, session: Session, request: SaveRequest, frames: Sequence[bytes]) -> Later:
+        ((_, tokens),) = self._with_tokens((request,), frames)
+        lease = self._manager.lease(session.id, request.lease)
+        tail = b""
+        if request.tail_page is not None:
+            num_rows = request.num_tokens % lease.namespace.arena.layout.block_size
+            tail = self._manager.rows(lease, request.tail_page, num_rows)
+        return self._saved(lease.namespace, request, tokens, tail)
+
+    async def _saved(
+        self, namespace: Namespace, request: SaveRequest, tokens: bytes, tail: bytes
+    ) -> Answer:
+        generation = await self._sequences.save(namespace, request, tokens, tail)
+        return Answer(SaveReply(id=request.id, epoch=self._epoch, generation=generation))
+
+    async def _resume(self, request: ResumeRequest) -> Answer:
+        saved = await self._sequences.resume((request.namespace_key, request.sequence))
+        reply = ResumeReply(
+            id=request.id,
+            epoch=self._epoch,
+            generation=saved.info.generation,
+            extras=saved.content.extras,
+            state=saved.content.state,
+        )
+        return Answer(reply, (saved.content.tokens, saved.content.tail))
+
+    async def _discard(self, request: DiscardRequest) -> Answer:
+        key = (request.namespace_key, request.sequence)
+        was_there = await self._sequences.discard(key, request.generation)
+        return Answer(DiscardReply(id=request.id, epoch=self._epoch, was_there=was_there))
+
+    def _list(self, request: SequencesRequest) -> Answer:
+        found = self._sequences.listed(request.namespace_key, request.sequence)
+        return Answer(
+            SequencesReply(
+                id=request.id,
+                epoch=self._epoch,
+                sequences=tuple(found[: request.limit]),
+                num_sequences=len(found),
+            )
+        )
 
     # --- what the verbs share ---
 

@@ -80,6 +80,18 @@ class OutOfPages(KvdError):
     code = "out_of_pages"
 
 
+class UnknownSequence(KvdError):
+    """Raised when a sequence was never saved, or was discarded."""
+
+    code = "unknown_sequence"
+
+
+class SequenceTaken(KvdError):
+    """Raised when a sequence is of another generation: another client saved or resumed it."""
+
+    code = "sequence_taken"
+
+
 class LimitExceeded(KvdError):
     """Raised when a bound of the daemon would be passed; the message names bound and value."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, Struct
 
-from kvd.protocol.keys import Identity
+from kvd.protocol.keys import KEY_BYTES, Identity
 from kvd.protocol.layout import Layout
 
 PROTOCOL_VERSION = 2
@@ -24,11 +24,16 @@ NO_REPLY = 0
 # What one load or store moves at most, unless a single slice of a page is larger. Measured: pieces
 # of 2 MiB cost 4.5 times a memcpy, frames of 32 MiB 8 to 22 times.
 MAX_PIECE_BYTES = 2 << 20
+# What a client may keep of its own beside a sequence: its sampler's state, say.
+MAX_STATE_BYTES = 64 << 10
 
 Unsigned: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LeaseId: TypeAlias = Unsigned
 SessionName: TypeAlias = Annotated[str, Meta(max_length=64)]
 Owner: TypeAlias = Annotated[str, Meta(max_length=64)]
+SequenceId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
+Saver: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+NamespaceKey: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 PinSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=365 * 86_400)]
 Extras: TypeAlias = tuple[
     tuple[Unsigned, Annotated[bytes, Meta(min_length=32, max_length=32)]], ...
@@ -296,6 +301,47 @@ class DropRequest(Request, frozen=True, tag="drop"):
     items: tuple[DropItem, ...]
 
 
+class SaveRequest(Request, frozen=True, tag="save"):
+    """Keep a sequence of the lease's namespace: its tokens, all of them, the saver's own state.
+
+    `tail_page`, which the lease reserved, has the rows of the tokens behind the last whole block.
+    `generation` is that of the saver's last save or resume, 0 for a new sequence. `saver` is a
+    number that the client chose at random: its first save, said again, is the same save.
+    """
+
+    sequence: SequenceId
+    lease: LeaseId
+    num_tokens: Unsigned
+    saver: Saver
+    generation: Unsigned = 0
+    tail_page: Unsigned | None = None
+    extras: Extras = ()
+    state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)] = b""
+
+
+class ResumeRequest(Request, frozen=True, tag="resume"):
+    """Take a sequence over: who saved it before can save it no more."""
+
+    namespace_key: NamespaceKey
+    sequence: SequenceId
+
+
+class SequencesRequest(Request, frozen=True, tag="sequences"):
+    """The saved sequences, the oldest `limit`: all, of a namespace, or of one name."""
+
+    namespace_key: NamespaceKey | None = None
+    sequence: SequenceId | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 1000
+
+
+class DiscardRequest(Request, frozen=True, tag="discard"):
+    """Forget a saved sequence; with `generation`, only if it is still that."""
+
+    namespace_key: NamespaceKey
+    sequence: SequenceId
+    generation: Unsigned = 0
+
+
 class LeasesRequest(Request, frozen=True, tag="leases"):
     """Who holds what: leases and pins, the oldest `limit` of each."""
 
@@ -327,6 +373,10 @@ AnyRequest: TypeAlias = (
     | UnpinRequest
     | DropRequest
     | LeasesRequest
+    | SaveRequest
+    | ResumeRequest
+    | SequencesRequest
+    | DiscardRequest
 )
 
 
@@ -502,6 +552,50 @@ class LeasesReply(Reply, frozen=True, tag="leases"):
     num_pins: int
 
 
+class SaveReply(Reply, frozen=True, tag="saved"):
+    """It is kept, whatever becomes of the daemon; the next save names this generation."""
+
+    generation: int
+
+
+class ResumeReply(Reply, frozen=True, tag="resumed"):
+    """What was saved. Behind it two raw frames: its tokens, and the rows of its tail.
+
+    The rows are `[layers, planes, tokens, heads, head_size]`; there may be none.
+    """
+
+    generation: int
+    extras: Extras = ()
+    state: bytes = b""
+
+
+class SequenceStatus(Struct, frozen=True, omit_defaults=True):
+    """One saved sequence; `num_bytes` are its tokens, its tail and its state."""
+
+    sequence: str
+    namespace_key: bytes
+    model: str
+    revision: str
+    salt: str
+    num_tokens: int
+    num_bytes: int
+    generation: int
+    age_seconds: float
+
+
+class SequencesReply(Reply, frozen=True, tag="sequences"):
+    """Of those that were asked for there are `num_sequences`; the oldest are listed."""
+
+    sequences: tuple[SequenceStatus, ...]
+    num_sequences: int
+
+
+class DiscardReply(Reply, frozen=True, tag="discarded"):
+    """Whether there was such a sequence; there is none now."""
+
+    was_there: bool
+
+
 class TierStatus(Struct, frozen=True):
     """One tier: bytes, and its pages by state over all layouts."""
 
@@ -583,4 +677,8 @@ AnyReply: TypeAlias = (
     | UnpinReply
     | DropReply
     | LeasesReply
+    | SaveReply
+    | ResumeReply
+    | SequencesReply
+    | DiscardReply
 )

@@ -1,4 +1,4 @@
-"""Verbs, over bare frames: forks, tails, copies, pins and drops."""
+"""Verbs, over bare frames: forks, tails, copies, pins, drops and sequences."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvd.protocol.keys import namespace_key
 from kvd.protocol.messages import (
     MAX_PIECE_BYTES,
     CommitItem,
@@ -19,14 +20,25 @@ from kvd.protocol.messages import (
     DropRequest,
     Failure,
     MatchResult,
+    ResumeRequest,
     Run,
+    SaveReply,
     Tail,
 )
-from tests.actors.wire import failed, numbers, refused
-from tests.e2e.support import BLOCK, LAYOUT, OPAQUE, PAGE_FIRST, eventually, tokens_of
+from tests.actors.wire import failed, numbers, packed, refused
+from tests.e2e.support import (
+    BLOCK,
+    IDENTITY,
+    LAYOUT,
+    OPAQUE,
+    PAGE_FIRST,
+    eventually,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
+    from kvd.protocol.messages import AnyReply
     from tests.actors.wire import Wire
 
 Join = Callable[[], "Wire"]
@@ -323,3 +335,50 @@ def test_a_shortage_names_who_holds_the_pages(wire: Wire, join: Join) -> None:
     failed(result, "out_of_pages")
     assert isinstance(result, Failure)
     assert result.details["holders"] == {greedy.session: greedy.num_pages - 2, wire.session: 0}
+
+
+# --- sequences ---
+
+
+def saved(reply: AnyReply) -> int:
+    assert isinstance(reply, SaveReply), reply
+    return reply.generation
+
+
+def test_a_sequence_comes_back_as_it_was_saved(wire: Wire) -> None:
+    runs = wire.matched(1, TOKENS, reserve=2).reserved
+    wire.put(1, runs, bytes(range(256)))
+    generation = saved(wire.save("chat", 1, TOKENS[:7], tail_page=runs[0].first + 1))
+    reply, tokens, tail = wire.resume("chat")
+    assert (reply.generation, tokens) == (generation + 1, packed(TOKENS[:7]))
+    row = LAYOUT.slice_bytes // BLOCK
+    assert tail[: 3 * row] == bytes(range(128, 128 + 3 * row))
+    assert len(tail) == 3 * LAYOUT.token_bytes
+
+
+def test_two_saves_that_are_sent_together_are_kept_in_their_order(wire: Wire) -> None:
+    wire.matched(1, TOKENS)
+    for state in (b"first", b"second"):
+        wire.send_save("chat", 1, [], state=state)
+    assert saved(wire.receive()) == saved(wire.receive())
+    reply, *_ = wire.resume("chat")
+    assert reply.state == b"second"
+
+
+def test_a_save_may_name_a_page_that_its_lease_reserved_alone(wire: Wire) -> None:
+    committed = wire.store(1, TOKENS)[0].first
+    other = wire.matched(2, tokens_of(2, 1), reserve=1).reserved[0].first
+    for page in (committed, other, wire.num_pages, 1 << 40):
+        refused(wire.save("chat", 1, TOKENS[:7], tail_page=page), "bad_request")
+    refused(wire.save("chat", 9, TOKENS[:7]), "lease_ended")
+    refused(wire.save("chat", 1, TOKENS[:7], extras=((0, EXTRA),)), "bad_request")
+
+
+def test_a_sequence_of_another_namespace_is_not_this_one_s(wire: Wire) -> None:
+    wire.matched(1, TOKENS)
+    saved(wire.save("chat", 1, []))
+    key = namespace_key(IDENTITY, LAYOUT, "another")
+    refused(
+        wire.ask(ResumeRequest(**wire.envelope(), namespace_key=key, sequence="chat")),
+        "unknown_sequence",
+    )

@@ -13,6 +13,7 @@ import zmq
 
 from kvd.arena.membership import SessionLock
 from kvd.protocol.codec import decode_reply, encode, pack_tokens
+from kvd.protocol.keys import namespace_key
 from kvd.protocol.messages import (
     PROTOCOL_VERSION,
     AnyReply,
@@ -50,7 +51,10 @@ from kvd.protocol.messages import (
     ReserveReply,
     ReserveRequest,
     ReserveResult,
+    ResumeReply,
+    ResumeRequest,
     Run,
+    SaveRequest,
     SessionStatus,
     StatusReply,
     StatusRequest,
@@ -78,6 +82,7 @@ class Wire:
         self.secret = ""
         self.namespace = 0
         self.num_pages = 0
+        self.salt = ""
         self.lock: SessionLock | None = None
         self.next_id = 1
 
@@ -109,6 +114,12 @@ class Wire:
         assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
         (frame,) = self._socket.recv_multipart()
         return frame
+
+    def receive_all(self) -> tuple[AnyReply, *tuple[bytes, ...]]:
+        """A reply and the frames behind it."""
+        assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
+        header, *frames = self._socket.recv_multipart()
+        return decode_reply(header), *frames
 
     def receive(self) -> AnyReply:
         return decode_reply(self.receive_frame())
@@ -149,7 +160,7 @@ class Wire:
         request = OpenRequest(**self.envelope(**fields))
         reply = self.ask(request)
         assert isinstance(reply, OpenReply), reply
-        self.namespace, self.num_pages = reply.namespace, reply.num_pages
+        self.namespace, self.num_pages, self.salt = reply.namespace, reply.num_pages, salt
         return reply.namespace
 
     def match(self, lease: int, tokens: list[int], **fields: Any) -> MatchResult | Failure:
@@ -243,9 +254,7 @@ class Wire:
             num_slices=num_slices,
         )
         self.send(encode(request))
-        assert self._socket.poll(int(PATIENCE_SECONDS * 1000)), "no answer"
-        header, *frames = self._socket.recv_multipart()
-        reply = decode_reply(header)
+        reply, *frames = self.receive_all()
         return reply if isinstance(reply, ErrorReply) else frames
 
     def put(
@@ -265,6 +274,30 @@ class Wire:
             num_slices=num_slices,
         )
         return self.ask(request, data)
+
+    def send_save(self, name: str, lease: int, tokens: list[int], **fields: Any) -> None:
+        request = SaveRequest(
+            **self.envelope(),
+            sequence=name,
+            lease=lease,
+            num_tokens=len(tokens),
+            saver=1,
+            **fields,
+        )
+        self.send(encode(request), packed(tokens))
+
+    def save(self, name: str, lease: int, tokens: list[int], **fields: Any) -> AnyReply:
+        self.send_save(name, lease, tokens, **fields)
+        return self.receive()
+
+    def resume(self, name: str) -> tuple[ResumeReply, bytes, bytes]:
+        """The reply, the tokens and the rows of the tail, of a sequence of the namespace."""
+        key = namespace_key(IDENTITY, LAYOUT, self.salt)
+        request = ResumeRequest(**self.envelope(), namespace_key=key, sequence=name)
+        self.send(encode(request))
+        reply, tokens, tail = self.receive_all()
+        assert isinstance(reply, ResumeReply), reply
+        return reply, tokens, tail
 
     def status(self) -> StatusReply:
         reply = self.ask(StatusRequest(**self.envelope()))

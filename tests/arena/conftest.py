@@ -67,6 +67,12 @@ class Child:
         assert self.process.stdout
         return self.process.stdout.readline().strip()
 
+    def rest(self) -> list[str]:
+        """All whole lines that it still says, once it has ended."""
+        assert self.process.stdout
+        lines = self.process.stdout.readlines()
+        return [line for line in lines if line.endswith("\n")]
+
     def tell(self, line: str = "") -> None:
         assert self.process.stdin
         self.process.stdin.write(f"{line}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,13 +28,13 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture
-def connect(daemon: RunningDaemon) -> Iterator[Callable[[], Client]]:
+def connect(daemon: RunningDaemon) -> Iterator[Callable[..., Client]]:
     """Makes clients; when all are closed, the daemon holds nothing for them."""
     clients: list[Client] = []
     gc.freeze()  # what was there before is long to search, and holds nothing of this test
 
-    def connect() -> Client:
-        clients.append(Client(daemon.endpoint, timeout=30.0))
+    def connect(**options: Any) -> Client:
+        clients.append(Client(daemon.endpoint, timeout=30.0, **options))
         # One that closes while it attaches leaves a session that ends by silence alone.
         assert clients[-1].wait_attached(30.0)
         return clients[-1]

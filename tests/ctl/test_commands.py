@@ -11,7 +11,7 @@ import pytest
 
 import kvd
 from kvd_client import Client, Identity
-from tests.ctl.conftest import run_on_terminal
+from tests.ctl.conftest import run_here, run_on_terminal
 from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, OPAQUE, store, tokens_of
 
 if TYPE_CHECKING:
@@ -172,3 +172,35 @@ def test_a_drop_of_a_namespace_asks_on_a_terminal(
     ended, said = run_on_terminal("drop", number, "--endpoint", endpoint, answer=answer)
     assert f"Drop all 4 blocks of namespace {number} ({IDENTITY.model}, salt " in said
     assert (ended, known(namespace).num_blocks) == (status, num_left)
+
+
+# --- sequences ---
+
+
+def test_a_saved_sequence_is_listed_until_it_is_discarded(
+    namespace: Namespace, ctl: Ctl, ask: Ask
+) -> None:
+    generation = namespace.match([]).save("chat", TOKENS, b"state")
+    (listed,) = ask("sequences")["sequences"]
+    assert (listed["sequence"], listed["salt"]) == ("chat", namespace.salt)
+    assert (listed["num_tokens"], listed["generation"]) == (len(TOKENS), generation)
+    key = listed["namespace_key"]
+    assert ctl("sequences").splitlines()[2].split()[:3] == ["chat", key[:12], IDENTITY.model]
+    said = ctl("discard", "chat")
+    assert said == f"sequence chat is discarded: {len(TOKENS)} tokens, {len(TOKENS) * 4 + 5}B\n"
+    assert ctl("sequences") == "sequences: none\n"
+
+
+def test_of_equal_names_one_is_chosen_by_its_namespace(
+    namespace: Namespace, client: Client, ask: Ask, daemon: RunningDaemon
+) -> None:
+    other = client.open(IDENTITY, LAYOUT, salt="other")
+    for each in (namespace, other):
+        each.match([]).save("chat", [])
+    one, two = (each["namespace_key"][:12] for each in ask("sequences")["sequences"])
+    refused = run_here("discard", "chat", KVD_ENDPOINT=daemon.endpoint)
+    assert refused.exit_code == 1
+    assert f"--namespace: {one}, {two}" in refused.stderr
+    assert ask("discard", "chat", "--namespace", two) == {"was_there": True}
+    assert other.sequences().num_sequences == 0
+    assert namespace.discard("chat")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
 
 COMMANDS = ["ping", "status", "sessions", "namespaces", "leases", "pins", "pin", "unpin", "drop"]
+COMMANDS += ["sequences", "discard"]
 
 
 def complaint(done: Done) -> str:
@@ -69,6 +70,11 @@ def test_an_unknown_namespace_is_one_line(daemon: RunningDaemon, args: list[obje
     assert "namespace 9999" in complaint(run(*args, KVD_ENDPOINT=daemon.endpoint))
 
 
+def test_an_unknown_sequence_is_one_line(daemon: RunningDaemon) -> None:
+    done = run("discard", "nonesuch", KVD_ENDPOINT=daemon.endpoint)
+    assert "no sequence 'nonesuch' is saved" in complaint(done)
+
+
 def test_a_daemon_that_takes_no_more_sessions_is_one_line() -> None:
     with running_daemon(settings(limits={"sessions": 1})) as daemon, Client(daemon.endpoint) as one:
         assert one.wait_attached(30.0)
@@ -89,6 +95,7 @@ def test_a_daemon_that_takes_no_more_sessions_is_one_line() -> None:
         ["drop", 1, ""],
         ["drop", 1, "--yes", "--from-token", 3],
         ["leases", "--limit", 0],
+        ["discard"],
         ["status", "--timeout", 0],
     ],
 )
