@@ -67,6 +67,8 @@ BUDGETS = {
     "attention_vs_contiguous": Budget(0.95, at_least=True),
     "attention_vs_gather": Budget(2, at_least=True),
     "median_run_tokens": Budget(256, at_least=True),
+    "replay_vs_lru": Budget(0.99, at_least=True),
+    "replay_vs_ceiling": Budget(0.99, at_least=True),
     "start_seconds": Budget(1, at_least=False),
     "start_memory_mib": Budget(100, at_least=False),
 }
