@@ -26,6 +26,7 @@ from tests.stress.content import DOMAINS, extras_of, ids_of, verify
 from tests.stress.crash_worker import OUTAGE, sequence_of
 
 if TYPE_CHECKING:
+    from kvd.protocol.messages import StatusReply
     from kvd.testing.daemons import RunningDaemon
     from tests.stress.common import Stress
 
@@ -169,8 +170,14 @@ class Crashes:
         before, last = numbers[:-MAX_READ], numbers[-MAX_READ:]
         with self._auditor() as client:
             self._read(client, [*self.rng.sample(before, min(len(before), MAX_READ)), *last])
-            tier, *_ = client.status().tiers
+            self._take_stock(client.status())
+
+    def _take_stock(self, status: StatusReply) -> None:
+        """The books agree while all are at work, and nothing had to go."""
+        tier, *_ = status.tiers
+        num_blocks = sum(space.num_blocks for space in status.namespaces)
         num_pages = count_pages(self.daemon.endpoint)
+        self.stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier}")
         self.stress.expect(num_pages == self.num_pages, f"{num_pages} pages of {self.num_pages}")
         self.stress.expect(
             tier.backed_bytes < tier.capacity_bytes // 2, f"eviction may be an excuse: {tier}"
