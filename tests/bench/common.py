@@ -54,7 +54,8 @@ class Budget:
         return value >= self.limit if self.at_least else value <= self.limit
 
 
-# Section 11 of the design; a figure that is not here is shown beside one that is.
+# Section 11 of the design, and of a replay how much of what could be found is found. A figure that
+# is not here is shown beside one that is.
 BUDGETS = {
     "hit_vs_copy": Budget(300, at_least=True),
     "hit_first_touch": Budget(10, at_least=True),

@@ -1,7 +1,7 @@
 """replay: an hour of a real service's prompts, and how much of them the cache still has, by tier.
 
-Every block of the trace is a block here, with tokens of its own and a page that says which it is.
-What the daemon finds is compared with what a perfect LRU would have found in as many pages.
+Every block has tokens of its own and a page that says which it is. What the daemon finds is
+compared with what a perfect LRU of blocks would have found in as many pages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvd.arena.base import GROUP_PAGES
@@ -27,25 +28,23 @@ from kvd_client import Client, Layout, Lease, Namespace
 from tests.bench.common import IDENTITY, Bench, Row, row
 from tests.e2e.support import capacity_of, eventually
 
-TRACE = Path(__file__).parent / "data" / "mooncake-conversation.jsonl.xz"
-# A token has 8 bytes in each plane, enough for the number of its block; a page has 8 KiB.
-LAYOUT = Layout(num_layers=1, num_kv_heads=1, head_size=4, dtype="bfloat16", block_size=512)
-# One in so many of the trace's blocks has a page.
-SHARES = (16, 8, 4, 1)
+PROMPTS = Path(__file__).parent / "data" / "mooncake-conversation.jsonl.xz"
+PROMPT_BLOCK = 512
+# A token has 16 bytes in each plane; the first 8 of a block are its number.
+LAYOUT = Layout(num_layers=1, num_kv_heads=1, head_size=8, dtype="bfloat16")
 HOST, DISK = "host", "lmdb"
-DISK_SHARE = 16
-# The daemon is asked once in so many prompts whether the disk keeps up.
+# Between two looks at whether the disk keeps up.
 PROMPTS_PER_PACE = 16
 
+# The blocks of a prompt, by number.
 Blocks: TypeAlias = NDArray[np.uint64]
-# The blocks of each prompt, by number, in the order of time.
-Trace: TypeAlias = list[Blocks]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One in `share` blocks has a page in host memory; with `disk`, the others have a record."""
+    """One in `share` blocks has a page in host memory; with `disk`, all have a record there."""
 
+    block_size: int
     share: int
     disk: bool = False
 
@@ -54,11 +53,40 @@ class Setting:
         return self.disk or self.share == 1
 
 
+SETTINGS = (*(Setting(PROMPT_BLOCK, share) for share in (16, 8, 4, 1)), Setting(16, 16))
+ON_DISK = Setting(PROMPT_BLOCK, 16, disk=True)
+
+
+class Trace:
+    """The prompts in the order of time, in blocks of so many tokens."""
+
+    def __init__(self, block_size: int, max_prompts: int) -> None:
+        self.layout = replace(LAYOUT, block_size=block_size)
+        with lzma.open(PROMPTS) as lines:
+            found = [json.loads(line) for line in lines]
+        self.prompts = [self._blocks(**prompt) for prompt in found[:max_prompts]]
+        self.num_blocks = sum(map(len, self.prompts))
+        self.num_different = len(np.unique(np.concatenate(self.prompts)))
+
+    def _blocks(self, hash_ids: Sequence[int], input_length: int, **_: int) -> Blocks:
+        """All that have a token of the prompt; the last one counts as whole."""
+        size = self.layout.block_size
+        parts = np.arange(PROMPT_BLOCK // size, dtype=np.uint64)
+        blocks = np.array(hash_ids, np.uint64)[:, None] * len(parts) + parts
+        return blocks.ravel()[: -(-input_length // size)]
+
+    @property
+    def num_repeated(self) -> int:
+        """What a cache that forgets nothing finds."""
+        return self.num_blocks - self.num_different
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How many blocks were found in each tier, and by the perfect LRU of as many pages."""
 
     setting: Setting
+    trace: Trace
     num_pages: int
     by_tier: Counter[str]
     by_lru: int
@@ -67,49 +95,46 @@ class Outcome:
     def num_found(self) -> int:
         return self.by_tier.total()
 
+    def __str__(self) -> str:
+        place = f"{self.num_pages} pages of {self.setting.block_size} tokens"
+        place += f" and {DISK}" * self.setting.disk
+        return f"{place}: {self.rate(self.num_found)} against {self.rate(self.by_lru)}"
+
+    def rate(self, num_blocks: int) -> str:
+        return f"{num_blocks / self.trace.num_blocks:.1%}"
+
 
 def replay(bench: Bench) -> Iterator[Row]:
-    trace = load_trace()[: bench.pick(1 << 20, 200)]
-    num_blocks, num_different = sum(map(len, trace)), len(np.unique(np.concatenate(trace)))
-    ceiling = num_found_by_lru(trace, num_different)
-    settings = [Setting(share) for share in SHARES]
-    if DISK in entry_points(group=GROUP).names:
-        settings.append(Setting(DISK_SHARE, disk=True))
+    max_prompts = bench.pick(1 << 20, 200)
+    settings = [*SETTINGS, ON_DISK] if DISK in entry_points(group=GROUP).names else SETTINGS
     outcomes = []
     for setting in settings:
-        outcomes.append(_measure(trace, setting, num_different))
-        bench.say(_told(outcomes[-1], num_blocks))
-    print(_table(outcomes, num_blocks))
+        outcomes.append(_measure(setting, Trace(setting.block_size, max_prompts)))
+        bench.say(str(outcomes[-1]))
+    print(_table(outcomes))
     alone = [outcome for outcome in outcomes if not outcome.setting.disk]
-    whole = [outcome for outcome in outcomes if outcome.setting.holds_all]
     yield row(
         "replay_vs_lru",
         min(outcome.num_found / outcome.by_lru for outcome in alone),
         "x",
-        f"of {len(trace)} prompts, {num_blocks} blocks of {LAYOUT.block_size} tokens, what is "
-        "found in host memory alone, over what a perfect LRU of blocks finds in as many pages; "
-        f"the worst of {'; '.join(_told(outcome, num_blocks) for outcome in alone)}",
+        f"{len(alone[0].trace.prompts)} prompts; blocks found in host memory alone, over those "
+        f"that a perfect LRU finds in as many pages; the worst of {'; '.join(map(str, alone))}",
     )
+    whole = [outcome for outcome in outcomes if outcome.setting.holds_all]
     yield row(
         "replay_vs_ceiling",
-        min(outcome.num_found / ceiling for outcome in whole),
+        min(outcome.num_found / outcome.trace.num_repeated for outcome in whole),
         "x",
-        f"what is found where there is a place for all {num_different} different blocks, over the "
-        f"{ceiling / num_blocks:.1%} that were there before; the worst of "
-        f"{'; '.join(_told(outcome, num_blocks) for outcome in whole)}",
+        "blocks found where there is a place for all, over those that were there before; the "
+        f"worst of {'; '.join(map(str, whole))}",
     )
 
 
-def load_trace() -> Trace:
-    with lzma.open(TRACE) as lines:
-        return [np.array(json.loads(line)["hash_ids"], np.uint64) for line in lines]
-
-
-def num_found_by_lru(trace: Trace, num_pages: int) -> int:
+def num_found_by_lru(prompts: Sequence[Blocks], num_pages: int) -> int:
     """How many blocks a perfect LRU finds: the longest prefix, touched as a whole, leaf first."""
     resident: OrderedDict[int, None] = OrderedDict()
     num_found = 0
-    for blocks in trace:
+    for blocks in prompts:
         path = blocks.tolist()
         prefix = list(takewhile(resident.__contains__, path))
         num_found += len(prefix)
@@ -124,29 +149,30 @@ def num_found_by_lru(trace: Trace, num_pages: int) -> int:
 # --- the daemon's turn -----------------------------------------------------------------------
 
 
-def _measure(trace: Trace, setting: Setting, num_blocks: int) -> Outcome:
-    num_pages = -(-num_blocks // setting.share // GROUP_PAGES) * GROUP_PAGES
+def _measure(setting: Setting, trace: Trace) -> Outcome:
+    num_pages = -(-trace.num_different // setting.share // GROUP_PAGES) * GROUP_PAGES
     found: Counter[str] = Counter()
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as data_directory,
-        running_daemon(_document(setting, num_pages, num_blocks, data_directory)) as daemon,
+        running_daemon(_document(setting, trace, num_pages, data_directory)) as daemon,
         Client(daemon.endpoint, timeout=60) as client,
     ):
-        namespace = client.open(IDENTITY, LAYOUT)
-        for number, blocks in enumerate(trace):
+        namespace = client.open(IDENTITY, trace.layout)
+        for number, blocks in enumerate(trace.prompts):
             if setting.disk and number % PROMPTS_PER_PACE == 0:
                 _pace(client)
             found += _prefill(namespace, blocks)
-    return Outcome(setting, num_pages, found, num_found_by_lru(trace, num_pages))
+    return Outcome(setting, trace, num_pages, found, num_found_by_lru(trace.prompts, num_pages))
 
 
 def _document(
-    setting: Setting, num_pages: int, num_blocks: int, data_directory: str
+    setting: Setting, trace: Trace, num_pages: int, data_directory: str
 ) -> dict[str, Any]:
-    tiers = [{"type": HOST, "capacity_bytes": capacity_of(num_pages, LAYOUT)}]
+    tiers = [{"type": HOST, "capacity_bytes": capacity_of(num_pages, trace.layout)}]
     if setting.disk:
-        # Twice what all blocks have: room for all that a store keeps beside them.
-        tiers.append({"type": DISK, "capacity_bytes": 2 * capacity_of(num_blocks, LAYOUT)})
+        # Twice what all blocks have: there is room for what a store keeps beside them.
+        all_bytes = capacity_of(trace.num_different, trace.layout)
+        tiers.append({"type": DISK, "capacity_bytes": 2 * all_bytes})
     return {
         "data_directory": data_directory,
         "tiers": tiers,
@@ -161,13 +187,13 @@ def _pace(client: Client) -> None:
 
 def _prefill(namespace: Namespace, blocks: Blocks) -> Counter[str]:
     """Check what is found of a prompt, and compute the rest; the blocks found in each tier."""
-    size = LAYOUT.block_size
+    size = namespace.layout.block_size
     tokens = np.repeat(blocks.astype(np.uint32), size)
     with namespace.match(tokens) as lease:
         num_found = lease.num_tokens // size
         found = Counter({tier: count // size for tier, count in lease.tokens_by_tier.items()})
         assert found.total() == num_found
-        _check(lease, blocks[:num_found])
+        _check(lease, blocks)
         if num_found < len(blocks):
             lease.reserve(len(tokens))
             _fill(lease, blocks)
@@ -176,51 +202,44 @@ def _prefill(namespace: Namespace, blocks: Blocks) -> Counter[str]:
 
 
 def _check(lease: Lease, blocks: Blocks) -> None:
-    """Raise AssertionError where a page is of another block."""
+    """Raise AssertionError where a page that was found is of another block."""
     at = 0
-    for marks in map(_marks, lease.read_arrays(0, lease.num_tokens)):
-        count = marks.shape[1]
-        assert (marks == blocks[at : at + count]).all(), f"{marks} instead of {blocks}"
+    for numbers in _numbers(lease, lease.read_arrays(0, lease.num_tokens)):
+        count = numbers.shape[1]
+        assert (numbers == blocks[at : at + count]).all(), f"{numbers} instead of {blocks}"
         at += count
 
 
 def _fill(lease: Lease, blocks: Blocks) -> None:
-    """Have the pages behind the lease's prefix say of which blocks they are; no view is left."""
-    at = lease.num_committed // LAYOUT.block_size
-    for marks in map(
-        _marks, lease.write_arrays(lease.num_committed, len(blocks) * LAYOUT.block_size)
-    ):
-        count = marks.shape[1]
-        marks[:] = blocks[at : at + count]
+    """Have the reserved pages say of which blocks they are; no view of them is left."""
+    start, size = lease.num_committed, lease.layout.block_size
+    at = start // size
+    for numbers in _numbers(lease, lease.write_arrays(start, len(blocks) * size)):
+        count = numbers.shape[1]
+        numbers[:] = blocks[at : at + count]
         at += count
 
 
-def _marks(array: NDArray[Any]) -> NDArray[np.uint64]:
-    """The first token of each block of a run, in both planes: `[planes, blocks]`."""
-    return array.view(np.uint64)[0, :, :: LAYOUT.block_size, 0, 0]
+def _numbers(lease: Lease, arrays: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.uint64]]:
+    """Where each block of a run says its number, in both planes: `[planes, blocks]`."""
+    for array in arrays:
+        yield array.view(np.uint64)[0, :, :: lease.layout.block_size, 0, 0]
 
 
 # --- what people read ------------------------------------------------------------------------
 
 
-def _told(outcome: Outcome, num_blocks: int) -> str:
-    place = f"{outcome.num_pages} pages" + f" and {DISK}" * outcome.setting.disk
-    found, by_lru = outcome.num_found / num_blocks, outcome.by_lru / num_blocks
-    return f"{place}: {found:.1%} against {by_lru:.1%}"
-
-
-def _table(outcomes: Sequence[Outcome], num_blocks: int) -> str:
+def _table(outcomes: Sequence[Outcome]) -> str:
     """As Markdown."""
     lines = [
-        "| Host memory | Pages | Below it | Found there | Found below | Perfect LRU | Of it |",
+        "| Tokens a block | Host memory | Pages | Found there | On disk | Perfect LRU | Of it |",
         "|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
-        share, disk = outcome.setting.share, outcome.setting.disk
-        found = outcome.by_tier[HOST] / num_blocks
-        below = f"{outcome.by_tier[DISK] / num_blocks:.1%}" if disk else ""
+        setting, tiers = outcome.setting, outcome.by_tier
         lines.append(
-            f"| 1/{share} | {outcome.num_pages} | {DISK if disk else ''} | {found:.1%} | {below} | "
-            f"{outcome.by_lru / num_blocks:.1%} | {outcome.num_found / outcome.by_lru:.3f} |"
+            f"| {setting.block_size} | 1/{setting.share} | {outcome.num_pages} | "
+            f"{outcome.rate(tiers[HOST])} | {outcome.rate(tiers[DISK]) if setting.disk else ''} | "
+            f"{outcome.rate(outcome.by_lru)} | {outcome.num_found / outcome.by_lru:.3f} |"
         )
     return "\n".join(lines)

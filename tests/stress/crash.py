@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from random import Random
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import Client
@@ -84,23 +84,17 @@ def _crashing(stress: Stress, *tiers: Mapping[str, Any]) -> Iterator[Crashes]:
 class Worker:
     """A process that computes; what it says is put where all are heard, an empty line last."""
 
-    def __init__(self, stress: Stress, endpoint: str, number: int, step: int) -> None:
-        self.number = number
+    def __init__(self, endpoint: str, *numbers: int, heard: Queue[Heard]) -> None:
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.stress.crash_worker"),
-                *(endpoint, str(stress.seed), str(number), str(step)),
-            ],
+            [sys.executable, "-m", "tests.stress.crash_worker", endpoint, *map(str, numbers)],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
-
-    def listen(self, heard: Queue[tuple[Worker, str]]) -> None:
         self._thread = Thread(target=self._listen, args=(heard,), daemon=True)
         self._thread.start()
 
-    def _listen(self, heard: Queue[tuple[Worker, str]]) -> None:
+    def _listen(self, heard: Queue[Heard]) -> None:
         assert self.process.stdout is not None
         with self.process.stdout:
             for line in self.process.stdout:
@@ -112,6 +106,9 @@ class Worker:
         self.process.terminate()
         self.process.wait()
         self._thread.join()
+
+
+Heard: TypeAlias = tuple[Worker, str]
 
 
 class Crashes:
@@ -126,11 +123,12 @@ class Crashes:
         self.owed: dict[int, int] = {}
         # The same when the last checkpoint began.
         self.kept: dict[int, int] = {}
-        self.heard: Queue[tuple[Worker, str]] = Queue()
-        step = stress.pick(4, 2)
-        self.workers = [Worker(stress, daemon.endpoint, number, step) for number in range(step)]
-        for worker in self.workers:
-            worker.listen(self.heard)
+        self.heard: Queue[Heard] = Queue()
+        count = stress.pick(4, 2)
+        self.workers = [
+            Worker(daemon.endpoint, stress.seed, number, count, heard=self.heard)
+            for number in range(count)
+        ]
 
     # --- a round ---
 
@@ -201,21 +199,21 @@ class Crashes:
         while not self.heard.empty():
             self._hear()
 
-    def _hear(self) -> tuple[Worker, str]:
+    def _hear(self) -> Heard:
         try:
             worker, line = self.heard.get(timeout=PATIENCE_SECONDS)
         except Empty:
             raise TimeoutError(f"nobody did anything for {PATIENCE_SECONDS} s") from None
         if not line:
-            raise AssertionError(f"client {worker.number} ended: {worker.process.wait()}")
+            raise AssertionError(f"a client ended: exit status {worker.process.wait()}")
         self._note(line)
         return worker, line
 
     def _note(self, line: str) -> None:
         match line.split():
             case [number, num_tokens]:
-                self.owed.pop(int(number), None)
-                self.owed[int(number)] = int(num_tokens)
+                before = self.owed.pop(int(number), 0)
+                self.owed[int(number)] = max(before, int(num_tokens))
                 self.stress.counts["commits"] += 1
             case [_]:
                 self.stress.counts["outages"] += 1
