@@ -10,7 +10,7 @@ import json
 import lzma
 import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import takewhile
@@ -33,8 +33,8 @@ PROMPT_BLOCK = 512
 # A token has 16 bytes in each plane; the first 8 of a block are its number.
 LAYOUT = Layout(num_layers=1, num_kv_heads=1, head_size=8, dtype="bfloat16")
 HOST, DISK = "host", "lmdb"
-# Between two looks at whether the disk keeps up.
-PROMPTS_PER_PACE = 16
+# Of memory so much at most has no copy on disk when the next prompt comes.
+MAX_UNCOPIED = 1 / 4
 
 # The blocks of a prompt, by number.
 Blocks: TypeAlias = NDArray[np.uint64]
@@ -158,9 +158,9 @@ def _measure(setting: Setting, trace: Trace) -> Outcome:
         Client(daemon.endpoint, timeout=60) as client,
     ):
         namespace = client.open(IDENTITY, trace.layout)
-        for number, blocks in enumerate(trace.prompts):
-            if setting.disk and number % PROMPTS_PER_PACE == 0:
-                _pace(client)
+        for blocks in trace.prompts:
+            if setting.disk:
+                _pace(client, num_pages)
             found += _prefill(namespace, blocks)
     return Outcome(setting, trace, num_pages, found, num_found_by_lru(trace.prompts, num_pages))
 
@@ -169,20 +169,27 @@ def _document(
     setting: Setting, trace: Trace, num_pages: int, data_directory: str
 ) -> dict[str, Any]:
     tiers = [{"type": HOST, "capacity_bytes": capacity_of(num_pages, trace.layout)}]
+    cache = {"high_watermark": 1.0, "low_watermark": 1.0}
     if setting.disk:
-        # Twice what all blocks have: there is room for what a store keeps beside them.
+        # Far more than all blocks have: there is room for what a store keeps beside them.
         all_bytes = capacity_of(trace.num_different, trace.layout)
-        tiers.append({"type": DISK, "capacity_bytes": 2 * all_bytes})
-    return {
-        "data_directory": data_directory,
-        "tiers": tiers,
-        "cache": {"high_watermark": 1.0, "low_watermark": 1.0},
-    }
+        tiers.append({"type": DISK, "capacity_bytes": 4 * all_bytes})
+        cache["demote_watermark"] = 0.01  # copied at once, so that nothing goes without a copy
+    return {"data_directory": data_directory, "tiers": tiers, "cache": cache}
 
 
-def _pace(client: Client) -> None:
-    """Let the disk catch up: an hour of prompts comes within a minute."""
-    eventually(lambda: not client.status().counters.get("blocks_waiting"))
+def _pace(client: Client, num_pages: int) -> None:
+    """Let the disk catch up: an hour of prompts comes within a minute.
+
+    Of what is evicted before it was copied nothing is left.
+    """
+    eventually(lambda: _num_uncopied(client.status().counters) < MAX_UNCOPIED * num_pages)
+
+
+def _num_uncopied(counters: Mapping[str, int]) -> int:
+    """Blocks that are in memory alone, as the daemon counts."""
+    gone = ("blocks_promoted", "blocks_demoted", "pressure_drops")
+    return counters.get("blocks_committed", 0) - sum(counters.get(name, 0) for name in gone)
 
 
 def _prefill(namespace: Namespace, blocks: Blocks) -> Counter[str]:
