@@ -28,11 +28,18 @@ MAX_REQUEST_BYTES = 1 << 40
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Eviction starts in the background above `high_watermark` and stops at `low_watermark`.
 
-    `back_ahead_bytes` of free memory are kept ready, so that a reserve seldom waits for it.
+    Above `demote_watermark` blocks are copied to the tiers below, so that eviction only forgets:
+    with `admission` all of them, or those that were matched again. Every `checkpoint_seconds` the
+    rest is copied to the tiers that survive. `back_ahead_bytes` of free memory are kept ready, so
+    that a reserve seldom waits for it. `scrub_bytes` a second are compared with their checksums.
     """
 
     high_watermark: Fraction = 0.98
     low_watermark: Fraction = 0.95
+    demote_watermark: Fraction = 0.75
+    admission: Literal["all", "reused"] = "all"
+    checkpoint_seconds: Seconds = 300.0
+    scrub_bytes: ByteSize = ByteSize(32 << 20)
     back_ahead_bytes: ByteSize = ByteSize(64 << 20)
 
 
@@ -109,7 +116,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions: SessionConfig = SessionConfig()
     limits: LimitConfig = LimitConfig()
     log: LogConfig = LogConfig()
-    tiers: tuple[dict[str, Any], ...] = ({"type": "host"},)
+    tiers: tuple[dict[str, Any], ...] = ({"type": "host"}, {"type": "lmdb"})
     quotas: tuple[QuotaConfig, ...] = ()
 
     def __post_init__(self) -> None:
@@ -123,8 +130,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("directory", "data_directory"):
             if (path := getattr(self, name)) and not Path(path).is_absolute():
                 raise ConfigError(f"{name} {path!r} is not an absolute path")
-        if len(self.tiers) != 1:
-            raise ConfigError(f"tiers: this version runs one tier, not {len(self.tiers)}")
+        if not self.tiers:
+            raise ConfigError("tiers: there must be one at least, with what clients map")
 
     @property
     def resolved_endpoint(self) -> str:

@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, Self
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
 
 from kvd.actors.manager import Manager
+from kvd.actors.mover import Mover
+from kvd.actors.recovery import recover
 from kvd.actors.router import Router
 from kvd.actors.sessions import SessionTable
+from kvd.actors.signal import Signal
+from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
 from kvd.arena.owner import OwnerLock, make_directory, private_directory
+from kvd.cache.stores import StoreState
 from kvd.config import Config
 from kvd.protocol.endpoint import is_default, socket_path
 from kvd.protocol.errors import ConfigError, TierFailed
-from kvd.tiers.base import MemoryTier
+from kvd.tiers.base import MemoryTier, StoreTier, Tier
 from kvd.tiers.registry import load_tier
 
 if TYPE_CHECKING:
@@ -46,10 +51,11 @@ class Daemon(AsyncContextManagerMixin):
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
         self.epoch = secrets.randbits(62) | 1
         places = self.directory, self.config.resolved_data_directory
-        first, *_ = (load_tier(section, *places) for section in self.config.tiers)
+        first, *below = (load_tier(section, *places) for section in self.config.tiers)
         if not isinstance(first, MemoryTier):
             raise ConfigError(f"tiers: the first one has what clients map; {first.name} has none")
         self.tier = first
+        self.stores = [_as_store(tier) for tier in below]
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -70,31 +76,47 @@ class Daemon(AsyncContextManagerMixin):
                 header = create_header(header_path)
             except OSError as error:
                 raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
-            tier = TierActor(self.tier)
-            self._manager = Manager(self.config, tier, header)
+            tier, changed = TierActor(self.tier), Signal()
+            stores = [
+                StoreActor(store, self._state_of(store, number), changed)
+                for number, store in enumerate(self.stores, 1)
+            ]
+            actors: list[TierActor | StoreActor] = [tier, *stores]
+            self._manager = Manager(self.config, tier, header, stores, changed)
+            mover = Mover(self.config.cache, self._manager, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
-            router = Router(self.config, self._manager, sessions, self.epoch, header_path)
+            router = Router(self.config, self._manager, mover, sessions, self.epoch, header_path)
             async with create_task_group() as below:
-                await below.start(tier.run)
+                for actor in actors:
+                    await below.start(actor.run)
                 try:
-                    await tier.open(self.epoch)
+                    for actor in actors:
+                        await actor.open(self.epoch)
+                    await recover(self._manager, tier, stores)
                     sessions.begin()
                     # Before anything is bound: whoever holds a lease of an earlier start finds it
                     # void before this start can hand out a page.
                     header.begin_epoch(self.epoch)
                     async with create_task_group() as above:
                         await above.start(self._manager.run)
+                        await above.start(mover.run)
                         await above.start(router.run)
                         try:
                             yield
                         finally:
-                            router.close()
-                            self._manager.close()
                             above.cancel_scope.deadline = current_time() + self.config.grace_seconds
+                            router.close()
+                            await mover.close()
+                            self._manager.close()
                 finally:
-                    tier.close()
+                    for actor in actors:
+                        actor.close()
                     with CancelScope(shield=True):
-                        await to_thread.run_sync(self.tier.close)
+                        for each in (self.tier, *self.stores):
+                            await to_thread.run_sync(each.close)
+
+    def _state_of(self, store: StoreTier, number: int) -> StoreState:
+        return StoreState(number, store.name, store.usable_bytes, self.config.cache.admission)
 
     def tier_status(self) -> TierStatus:
         return self._manager.tier_status()
@@ -113,6 +135,12 @@ class Daemon(AsyncContextManagerMixin):
             private_directory(self.directory.parent)
         private_directory(self.directory)
         return OwnerLock(self.directory / "daemon.lock", str(self.directory))
+
+
+def _as_store(tier: Tier) -> StoreTier:
+    if not isinstance(tier, StoreTier):
+        raise ConfigError(f"tiers: {tier.name} has what clients map, so it is the first or none")
+    return tier
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

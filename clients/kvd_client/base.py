@@ -32,7 +32,7 @@ from kvd.protocol.errors import (
     UnknownNamespace,
 )
 from kvd.protocol.keys import Identity, check_identity
-from kvd.protocol.layout import Layout, check_layout
+from kvd.protocol.layout import Layout, check_layout, check_rows
 from kvd.protocol.messages import (
     NO_REPLY,
     AnyReply,
@@ -414,6 +414,8 @@ class NamespaceBase:
         What cannot be is refused at once, before the operation begins.
         """
         packed, exact_tail = pack_tokens(tokens), bool(exact_tail)
+        if exact_tail:
+            check_rows(self.layout)
         count = len(packed) // TOKEN_BYTES
         packed_extras = pack_extras(extras, 0, count)
         num_pages = pages_for(reserve_tokens, self.layout)

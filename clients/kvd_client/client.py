@@ -191,7 +191,7 @@ class Namespace(NamespaceBase):
         first tokens are copied into a page of the lease's own, and `num_tokens` counts them, while
         `num_committed` is of whole blocks. `extras` are `(position, 32 bytes)`, what else
         identifies a position (a digest of the image there), for namespaces opened with them.
-        Raises BadRequest, LimitExceeded.
+        Raises BadRequest, LimitExceeded, and Unsupported for an exact tail of an opaque layout.
         """
         lease = Lease(self)
         self._client.run(self._match(lease, tokens, reserve_tokens, exact_tail, extras, timeout))

@@ -27,6 +27,7 @@ from kvd.protocol.errors import (
     PagesInUse,
     StaleEpoch,
 )
+from kvd.protocol.layout import check_rows
 from kvd.protocol.messages import (
     NO_REPLY,
     AbortRequest,
@@ -58,6 +59,7 @@ from kvd_client.session import Call, Operation, Session, result_of, traceparent,
 if TYPE_CHECKING:
     import torch
 
+    from kvd.arena.base import Arena
     from kvd.arena.host import MappedArena
     from kvd.protocol.layout import Layout
     from kvd_client.base import ClientBase, NamespaceBase
@@ -97,12 +99,15 @@ class Binding:
 
     @property
     def read_tensor(self) -> torch.Tensor:
-        """All pages, read-only: `[layers, planes, pages, block_size, heads, head_size]`."""
+        """All pages, read-only: `[layers, planes, pages, block_size, heads, head_size]`.
+
+        Raises Unsupported where the order does not allow it.
+        """
         if self._tensor is None:
             with warnings.catch_warnings():
                 # torch has no read-only tensors and says so: a write to this one would fault.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-                self._tensor = as_tensor(self.arena.readable.pages, self.arena.layout)
+                self._tensor = as_tensor(self.arena.readable.layers, self.arena.layout)
         return self._tensor
 
     def populate_read(self, pages: Pages, populating: _Populating) -> None:
@@ -317,19 +322,18 @@ class LeaseBase:
         """Copy the KV of tokens `start` to `stop - 1` of another lease into own pages.
 
         Raises BadRequest where the layouts differ, one of them has no pages for these tokens, or
-        they are matched or committed here.
+        they are matched or committed here; Unsupported where the layout is opaque.
         """
         if source.layout != self.layout:
             raise BadRequest(f"another layout: {self.layout.difference(source.layout)}")
-        sources, targets = source.read_arrays(start, stop), self.write_arrays(start, stop)
-        while targets:
-            size = min(sources[0].shape[2], targets[0].shape[2])
-            targets[0][:, :, :size] = sources[0][:, :, :size]
-            for arrays in (sources, targets):
-                if arrays[0].shape[2] == size:
-                    arrays.pop(0)
-                else:
-                    arrays[0] = arrays[0][:, :, size:]
+        check_rows(self.layout)
+        sources = chain.from_iterable(source.read_pages(start, stop))
+        targets = chain.from_iterable(self.write_pages(start, stop))
+        at = start - start % self.layout.block_size
+        for theirs, own in zip(sources, targets, strict=True):
+            rows = slice(max(start - at, 0), stop - at)
+            own[:, :, rows] = theirs[:, :, rows]
+            at += self.layout.block_size
 
     # --- pages ---
 
@@ -449,7 +453,8 @@ class LeaseBase:
         """The KV of tokens `start` to `stop - 1`, one read-only array per run of pages.
 
         Each is `[layers, planes, tokens, heads, head_size]`; of one layer and plane it is one
-        strided array. bfloat16 comes as its bits, in uint16.
+        strided array. bfloat16 comes as its bits, in uint16. Raises Unsupported for layouts in
+        another order than `layer_first`: they have `read_pages`.
         """
         arena = self._bound().arena.readable
         return [arena.run_view(run)[:, :, part] for run, part in self._pieces(start, stop)]
@@ -469,15 +474,35 @@ class LeaseBase:
         Raises BadRequest for tokens that are matched or committed: those are never written again.
         """
         pieces = self._pieces(start, stop)
-        if start < self._num_named:
-            raise BadRequest(f"token {start} is committed; writable from {self._num_named} on")
-        arena = self._bound().arena.writable()
-        self._exports.append(_Export(start, stop, weakref.ref(arena.root)))
+        arena = self._writable(start, stop)
         return [arena.run_view(run)[:, :, part] for run, part in pieces]
 
     def write_tensors(self, start: int, stop: int) -> list[torch.Tensor]:
         """As `write_arrays`, as torch tensors."""
         return [as_tensor(array, self.layout) for array in self.write_arrays(start, stop)]
+
+    def read_pages(self, start: int, stop: int) -> list[Array]:
+        """The whole pages of tokens `start` to `stop - 1`, one read-only array per run of pages.
+
+        In every order each is `[pages, layers, planes, block_size, heads, head_size]`; of an opaque
+        layout `[pages, layers, bytes]` in uint8.
+        """
+        arena = self._bound().arena.readable
+        return [arena.pages_view(run) for run, _ in self._pieces(start, stop)]
+
+    def write_pages(self, start: int, stop: int) -> list[Array]:
+        """Writable arrays shaped as those of `read_pages`, on the terms of `write_arrays`."""
+        pieces = self._pieces(start, stop)
+        arena = self._writable(start, stop)
+        return [arena.pages_view(run) for run, _ in pieces]
+
+    def _writable(self, start: int, stop: int) -> Arena:
+        """An arena of which every view counts as one of these tokens."""
+        if start < self._num_named:
+            raise BadRequest(f"token {start} is committed; writable from {self._num_named} on")
+        arena = self._bound().arena.writable()
+        self._exports.append(_Export(start, stop, weakref.ref(arena.root)))
+        return arena
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Run, slice]]:
         """The runs of pages that hold these tokens, and which tokens of each run."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.arena.base import Arena, slice_offsets
+from kvd.arena.base import Arena, pieces_of
 from kvd.arena.runs import Pages, runs_of
 from kvd.protocol.messages import MAX_PIECE_BYTES, Run, Runs
 
@@ -86,27 +86,28 @@ class Mirror:
 
     def pieces(self, pages: Pages) -> Iterator[Piece]:
         """All of these pages, in pieces that a message can carry."""
+        total = self.layout.num_slices
         size = max(1, MAX_PIECE_BYTES // self.layout.slice_bytes)
-        for start in range(0, len(pages), size):
-            some = pages[start : start + size]
+        # Few pieces of memory in each: whole pages, or as many as can be in one slice.
+        most = max(1, size // total) if self.layout.is_contiguous else size
+        for start in range(0, len(pages), most):
+            some = pages[start : start + most]
             step = size // len(some)
-            for first in range(0, self.layout.num_slices, step):
-                num_slices = min(step, self.layout.num_slices - first)
-                yield Piece(runs_of(some), first, num_slices)
+            for first in range(0, total, step):
+                yield Piece(runs_of(some), first, min(step, total - first))
 
     def read(self, piece: Piece) -> bytes:
         """A piece's bytes, as they are stored."""
         return b"".join(self._views(self.readable, piece))
 
     def write(self, piece: Piece, frames: Sequence[memoryview]) -> None:
-        """Take a piece's bytes as they were loaded: one frame per slice and run."""
+        """Take a piece's bytes as they were loaded: one frame per piece of memory."""
         for view, frame in zip(self._views(self.writable(), piece), frames, strict=True):
             view[:] = frame
 
     def _views(self, arena: Arena, piece: Piece) -> Iterator[memoryview]:
-        for number in range(piece.first_slice, piece.first_slice + piece.num_slices):
-            for run in piece.runs:
-                yield arena.slice_view(number, run)
+        slices = range(piece.first_slice, piece.first_slice + piece.num_slices)
+        return arena.slice_views(slices, piece.runs)
 
     def _clear_left(self) -> None:
         while self._left:
@@ -122,6 +123,5 @@ class Mirror:
             run = Run(extent * size, size)
             if self._num_holders[run.first : run.first + size].any():
                 continue
-            for offset in slice_offsets(self.layout, self.num_pages, run.first):
-                length = size * self.layout.slice_bytes
-                self._memory.madvise(mmap.MADV_DONTNEED, offset, length)
+            for piece in pieces_of(self.layout, self.num_pages, run):
+                self._memory.madvise(mmap.MADV_DONTNEED, piece.start, len(piece))

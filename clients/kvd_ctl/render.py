@@ -125,10 +125,12 @@ def _holdings(reply: StatusReply) -> None:
 
 
 def _layout(layout: Layout | None) -> str:
-    """In short: layers, heads, head size, type."""
+    """In short: layers, heads, head size, type, order, and what packs an opaque one."""
     if layout is None:
         return ""
-    return f"{layout.num_layers}x{layout.num_kv_heads}x{layout.head_size} {layout.dtype}"
+    shape = f"{layout.num_layers}x{layout.num_kv_heads}x{layout.head_size} {layout.dtype}"
+    packed = f", packed by {layout.packing}" if layout.is_opaque else ""
+    return f"{shape} {layout.order}{packed}"
 
 
 def _quota(guaranteed_bytes: int, max_bytes: int) -> str:

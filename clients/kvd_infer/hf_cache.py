@@ -49,7 +49,9 @@ class KvdCache(Cache):
         layout = layout_of(model, block_size=namespace.layout.block_size if namespace else 16)
         if namespace and namespace.layout != layout:
             difference = namespace.layout.difference(layout)
-            raise BadRequest(f"the namespace is another model's: {difference}")
+            raise BadRequest(
+                f"the namespace has another layout than this model needs: {difference}"
+            )
         if (used := model.config._attn_implementation) != NAME:
             raise Unsupported(
                 f'attention is {used!r}: call model.set_attn_implementation("kvd"), and use models '

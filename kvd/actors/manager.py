@@ -13,9 +13,10 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, assert_never
 
 import anyio
 import msgspec
@@ -32,9 +33,9 @@ from kvd.cache.plan import (
     Committed,
     Detached,
     Ended,
+    Forgotten,
     Freed,
     Granted,
-    Matched,
     Plan,
     Quarantined,
     Removed,
@@ -53,13 +54,14 @@ from kvd.protocol.errors import (
     TierFailed,
     UnknownNamespace,
 )
-from kvd.protocol.keys import Identity, check_identity, namespace_key
-from kvd.protocol.layout import Layout, check_layout
+from kvd.protocol.keys import Identity, NamespaceInfo, check_identity, namespace_key
+from kvd.protocol.layout import Layout, check_layout, check_rows
 from kvd.protocol.messages import (
     CommitItem,
     CommitResult,
     DropItem,
     DropResult,
+    ExtendItem,
     ForkItem,
     LeaseStatus,
     MatchItem,
@@ -68,6 +70,7 @@ from kvd.protocol.messages import (
     PinItem,
     PinResult,
     PinStatus,
+    PrefetchItem,
     Run,
     Runs,
     Shortage,
@@ -75,8 +78,12 @@ from kvd.protocol.messages import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from anyio.abc import TaskStatus
+    from numpy.typing import NDArray
 
+    from kvd.actors.signal import Signal
+    from kvd.actors.store import StoreActor
     from kvd.cache.leases import Lease
     from kvd.config import Config
     from kvd.protocol.codec import Tokens
@@ -91,6 +98,9 @@ BACKING_PAUSE_SECONDS = 5.0
 MAX_TRIES = 4
 # Of who holds most pages, a shortage names so many.
 NUM_HOLDERS = 5
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _Job: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ...]]
 
@@ -109,20 +119,49 @@ class _Waiter:
 
 
 @dataclass(frozen=True, slots=True)
+class Match:
+    """A lease on what memory has of `rows`; whether more of them could be had by waiting."""
+
+    lease: Lease
+    rows: bytes
+    lacks_more: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     namespace: Namespace
     arena: TierArena
 
 
 class Manager:
-    """The cache of one daemon: one memory tier and what is known about it."""
+    """The cache of one daemon: one memory tier, the stores below it, and what is known of both.
 
-    def __init__(self, config: Config, tier: TierActor, header: SharedHeader) -> None:
+    `changed` tells that there are new blocks, or a store that works again; `unsummed` are pages of
+    blocks that have no checksum yet, by arena.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tier: TierActor,
+        header: SharedHeader,
+        stores: Sequence[StoreActor],
+        changed: Signal,
+    ) -> None:
         self._config = config
         self._tier = tier
         self._header = header
-        self.state = CacheState(tier.tier.capacity_bytes, NUM_SLOTS, config.cache, config.limits)
-        self._arenas: dict[int, TierArena] = {}
+        self._stores = stores
+        self.state = CacheState(
+            tier.tier.capacity_bytes,
+            NUM_SLOTS,
+            config.cache,
+            config.limits,
+            [store.state for store in stores],
+        )
+        self.arenas: dict[int, TierArena] = {}
+        self.changed = changed
+        self.unsummed: deque[tuple[int, Pages]] = deque()
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
         # Work for the tier's thread, one after the other: memory is taken before it is given.
@@ -132,6 +171,7 @@ class Manager:
         self._pinned = anyio.Event()
         self._paused = anyio.Event()
         self._holds = itertools.count(1)
+        self._earlier: set[int] = set()
         self._closing = False
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -144,7 +184,7 @@ class Manager:
             while not self._closing:
                 await self._untidy.wait()
                 self._untidy = anyio.Event()
-                self._carry_out(self.state.memory.trim())
+                self.carry_out(self.state.memory.trim())
                 self._back_ahead()
             tasks.cancel_scope.cancel()
 
@@ -162,11 +202,16 @@ class Manager:
         check_identity(identity)
         check_layout(layout)
         key = namespace_key(identity, layout, salt, extras=extras)
+        width = row_bytes(extras=extras)
         async with self._opening:
-            arena = self.state.find_arena(layout)
-            if not self.state.knows(key):
-                self._carry_out(self.state.make_place(for_arena=arena is None))
-                arena = self.state.find_arena(layout) or await self._add_arena(layout)
+            arena = self.state.find_arena(layout, width)
+            if self.state.find_namespace(key) is None:
+                self.carry_out(self.state.make_place(for_arena=arena is None))
+                arena = self.state.find_arena(layout, width) or await self._add_arena(layout, width)
+                # Before a record has this number, it is known what it stands for.
+                number, info = self.state.next_number, NamespaceInfo(identity, layout, salt, extras)
+                await self._tier.note_namespace(self.arenas[arena.id], number, info)
+                self._tell_stores(info)
             assert arena is not None
             namespace = self.state.open_namespace(
                 session,
@@ -174,18 +219,52 @@ class Manager:
                 identity,
                 salt,
                 arena,
-                extras=extras,
                 quota=self._quota(identity, salt),
             )
         self._untidy.set()
-        return Opened(namespace, self._arenas[arena.id])
+        return Opened(namespace, self.arenas[arena.id])
 
-    async def _add_arena(self, layout: Layout) -> ArenaState:
-        made = await self._tier.create_arena(layout, row_bytes(extras=False))
-        size = record_bytes(layout)
-        arena = self.state.add_arena(layout, made.num_pages, made.extent_pages, size)
-        self._arenas[arena.id] = made
+    def _tell_stores(self, info: NamespaceInfo) -> None:
+        """See that the stores can keep blocks of a namespace; where they cannot, they do not."""
+        for actor in self._stores:
+            actor.prepare(info)
+
+    async def _add_arena(self, layout: Layout, width: int) -> ArenaState:
+        return self.add_arena(await self._tier.create_arena(layout, width))
+
+    def quarantine(self, arena: ArenaState, session: int, pages: Pages) -> None:
+        """Keep pages from use that a session of an earlier epoch, 0 if not known, may write."""
+        self.state.quarantined.setdefault(session, []).append((arena, pages))
+        self._earlier.add(session)
+
+    def add_arena(self, made: TierArena) -> ArenaState:
+        """An arena of the tier, new or adopted."""
+        layout, width = made.layout, made.row_bytes
+        if self.state.find_arena(layout, width):
+            raise TierFailed(f"there is an arena of {layout} already")
+        size = record_bytes(layout, width)
+        arena = self.state.add_arena(layout, width, made.num_pages, made.extent_pages, size)
+        self.arenas[arena.id] = made
         return arena
+
+    def restore_namespace(self, number: int, info: NamespaceInfo, arena: ArenaState) -> Namespace:
+        """A namespace of an earlier epoch, under the number that records have for it."""
+        quota = self._quota(info.identity, info.salt)
+        namespace = self.state.restore_namespace(number, info, arena, quota)
+        self._tell_stores(info)
+        return namespace
+
+    async def known_namespace(self, info: NamespaceInfo) -> Namespace:
+        """The namespace of which a store has blocks, made where memory has none of it."""
+        if (known := self.state.find_namespace(info.key)) is not None:
+            return known
+        width = row_bytes(extras=info.extras)
+        arena = self.state.find_arena(info.layout, width)
+        self.state.check_place(for_arena=arena is None)
+        arena = arena or await self._add_arena(info.layout, width)
+        number = self.state.next_number
+        await self._tier.note_namespace(self.arenas[arena.id], number, info)
+        return self.restore_namespace(number, info, arena)
 
     def _quota(self, identity: Identity, salt: str) -> Quota:
         for quota in self._config.quotas:
@@ -195,13 +274,18 @@ class Manager:
 
     def close_namespace(self, session: int, number: int) -> None:
         if (namespace := self.state.namespaces.get(number)) is not None:
-            self._carry_out(self.state.close_namespace(session, namespace))
+            self.carry_out(self.state.close_namespace(session, namespace))
 
     def _opened(self, session: int, number: int) -> Namespace:
         namespace = self.state.namespaces.get(number)
         if namespace is None or session not in namespace.sessions:
             raise UnknownNamespace(f"this session has not opened namespace {number}")
         return namespace
+
+    def named(self, session: int, item: PrefetchItem, tokens: Tokens) -> tuple[Namespace, bytes]:
+        """The namespace and the rows that an item names."""
+        namespace = self._opened(session, item.namespace)
+        return namespace, _rows(namespace, tokens, item.extras)
 
     def _known(self, number: int) -> Namespace:
         if (namespace := self.state.namespaces.get(number)) is None:
@@ -210,39 +294,75 @@ class Manager:
 
     # --- leases ---
 
-    def match(self, session: int, item: MatchItem, tokens: Tokens) -> tuple[Lease, MatchResult]:
-        """Lease the longest resident prefix; pages to reserve are the caller's next step."""
+    def match(self, session: int, item: MatchItem, tokens: Tokens) -> Match:
+        """Lease the longest prefix in memory; pages to reserve are the caller's next step."""
         namespace = self._opened(session, item.namespace)
+        if item.exact_tail:
+            check_rows(namespace.arena.layout)
+        rows = _rows(namespace, tokens, item.extras)
         matched = self.state.match(
             session,
             item.lease,
             namespace,
-            _rows(namespace, tokens, item.extras),
+            rows,
             exact_tail=item.exact_tail,
             now=time.monotonic(),
         )
-        return matched.lease, self._result(matched)
+        self.carry_out(matched.plan)
+        return self._match(matched.lease, rows)
+
+    def extend(
+        self,
+        session: int,
+        item: MatchItem | ExtendItem,
+        tokens: Tokens,
+        *,
+        exact_tail: bool = False,
+    ) -> Match:
+        """Lease what more of a match's tokens is in memory now."""
+        lease = self.lease(session, item.lease)
+        rows = _rows(lease.namespace, tokens, item.extras)
+        self.carry_out(self.state.extend(lease, rows, exact_tail=exact_tail).plan)
+        return self._match(lease, rows)
+
+    def _match(self, lease: Lease, rows: bytes) -> Match:
+        return Match(lease, rows, self.state.lacks_more(lease, rows))
+
+    def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
+        """The answer to a match; `came` are blocks that were read for it, by tier."""
+        lease, space = match.lease, match.lease.namespace
+        self.state.count_match(lease, len(match.rows) // space.tree.row_bytes)
+        result = self._result(lease)
+        size = space.arena.layout.block_size
+        by_tier = {name: count * size for name, count in (came or {}).items()}
+        if by_tier:
+            rest = sum(result.tokens_by_tier.values()) - sum(by_tier.values())
+            by_tier |= {self._tier.tier.name: rest} if rest > 0 else {}
+            result = msgspec.structs.replace(result, tokens_by_tier=by_tier)
+        if match.lacks_more:
+            pending = self.state.num_pending(lease, match.rows)
+            result = msgspec.structs.replace(result, pending_tokens=pending)
+        return result
 
     def fork(self, session: int, item: ForkItem) -> tuple[Lease, MatchResult]:
         """Lease the committed blocks of a lease once more."""
         source = self.lease(session, item.source)
         matched = self.state.fork(session, item.lease, source, time.monotonic())
         self.state.counters["forks"] += 1
-        return matched.lease, self._result(matched)
+        self.carry_out(matched.plan)
+        return matched.lease, self._result(matched.lease)
 
-    def _result(self, matched: Matched) -> MatchResult:
-        self._carry_out(matched.plan)
-        lease = matched.lease
+    def _result(self, lease: Lease) -> MatchResult:
         num_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
-        resident = num_tokens + (matched.tail.num_tokens if matched.tail else 0)
+        resident = num_tokens + (lease.tail.num_tokens if lease.tail else 0)
         by_tier = {self._tier.tier.name: resident} if resident else {}
         return MatchResult(
             num_tokens,
-            matched.runs,
+            runs_of(lease.node.path_pages()[: lease.num_matched]),
             lease.slot,
             lease.generation,
             tokens_by_tier=by_tier,
-            tail=matched.tail,
+            tail=lease.tail,
         )
 
     def lease(self, session: int, lease_id: int) -> Lease:
@@ -292,13 +412,25 @@ class Manager:
             raise self._out_of_pages(self.state.memory.shortage(lease.namespace, wanted))
         return waiter.runs
 
+    def unverified(
+        self, session: int, item: CommitItem, tokens: Tokens
+    ) -> tuple[Namespace, Tokens] | None:
+        """What is to be verified before a commit: tokens of which blocks are there already."""
+        lease = self.lease(session, item.lease)
+        if not lease.namespace.arena.unverified:
+            return None
+        first = item.first_block * lease.namespace.arena.layout.block_size
+        rows = _rows(lease.namespace, tokens, item.extras, first)
+        start = item.first_block * lease.namespace.tree.block_bytes
+        return lease.namespace, bytes(lease.node.path_tokens()[:start]) + rows
+
     def commit(self, session: int, item: CommitItem, tokens: Tokens) -> CommitResult:
         lease = self.lease(session, item.lease)
         pages = _pages(lease, item.pages)
         first = item.first_block * lease.namespace.arena.layout.block_size
         rows = _rows(lease.namespace, tokens, item.extras, first)
         answer = self.state.commit(lease, item.first_block, pages, rows)
-        self._carry_out(answer.plan)
+        self.carry_out(answer.plan)
         return CommitResult(runs_of(answer.pages), answer.num_duplicates)
 
     def abort(self, session: int, leases: Sequence[int]) -> None:
@@ -306,7 +438,7 @@ class Manager:
         for lease_id in leases:
             if lease := self.state.leases.find(session, lease_id):
                 plan += self.state.abort(lease)
-        self._carry_out(merged(plan))
+        self.carry_out(merged(plan))
 
     def release(self, session: int, leases: Sequence[int], keep_blocks: int = 0) -> None:
         plan: Plan = []
@@ -315,7 +447,7 @@ class Manager:
                 plan += self.state.release(session, lease_id)
             elif lease := self.state.leases.find(session, lease_id):
                 plan += self.state.keep(lease, keep_blocks)
-        self._carry_out(merged(plan))
+        self.carry_out(merged(plan))
 
     def release_others(self, session: int, living: Sequence[int]) -> None:
         """Release what a session holds beside the leases that it says it has."""
@@ -324,24 +456,44 @@ class Manager:
         self.release(session, [lease_id for lease_id in extra if lease_id not in keep])
 
     def end_session(self, session: int) -> None:
-        self._carry_out(merged(self.state.end_session(session)))
+        self.carry_out(merged(self.state.end_session(session)))
 
     def session_gone(self, session: int) -> None:
-        self._carry_out(self.state.session_gone(session))
+        self.carry_out(self.state.session_gone(session))
+
+    def free_earlier(self, living: set[int]) -> None:
+        """Free what sessions of an earlier epoch could write, but for those whose processes live.
+
+        What it is not known of who could write it waits for all of them.
+        """
+        for session in self._earlier - living:
+            if session or not living:
+                self._earlier.discard(session)
+                self.session_gone(session)
 
     # --- copies for who cannot map ---
+
+    @contextmanager
+    def holding(self, space: Namespace, tokens: Tokens) -> Iterator[Lease]:
+        """A lease of the daemon's own on what memory has of these tokens."""
+        number = next(self._holds)
+        lease = self.state.hold(number, space, tokens, time.monotonic())
+        try:
+            yield lease
+        finally:
+            self.let_go(number)
 
     def hold(self, lease: Lease) -> int:
         """Hold a lease's blocks in the daemon's own name, until `let_go` of this number."""
         number = next(self._holds)
-        self._carry_out(self.state.fork(OWN_SESSION, number, lease, time.monotonic()).plan)
+        self.carry_out(self.state.fork(OWN_SESSION, number, lease, time.monotonic()).plan)
         return number
 
     def let_go(self, number: int) -> None:
         self.release(OWN_SESSION, [number])
 
     def load(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        """The bytes of pages that a lease holds, slice by slice, run by run, where they lie."""
+        """The bytes of pages that a lease holds, in the order of the arena, where they lie."""
         pages = _pages(lease, runs)
         held = lease.node.path_pages().tolist()
         if lease.tail is not None:
@@ -367,8 +519,8 @@ class Manager:
             start += len(piece)
 
     def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        memory = self._arenas[lease.namespace.arena.id].memory
-        return [memory.slice_view(number, run) for number in slices for run in runs]
+        memory = self.arenas[lease.namespace.arena.id].memory
+        return list(memory.slice_views(slices, runs))
 
     # --- pins and drops ---
 
@@ -376,7 +528,7 @@ class Manager:
         namespace = self._known(item.namespace)
         rows = _rows(namespace, tokens, item.extras)
         pinned = self.state.pin(owner, namespace, rows, item.seconds, time.monotonic())
-        self._carry_out(pinned.plan)
+        self.carry_out(pinned.plan)
         self._pinned.set()
         layout = namespace.arena.layout
         return PinResult(
@@ -385,7 +537,7 @@ class Manager:
 
     def unpin(self, owner: str, pins: tuple[int, ...]) -> int:
         count, plan = self.state.unpin(owner, pins)
-        self._carry_out(plan)
+        self.carry_out(plan)
         return count
 
     async def _expire_pins(self) -> None:
@@ -395,14 +547,24 @@ class Manager:
             with anyio.move_on_after(seconds):
                 await self._pinned.wait()
             self._pinned = anyio.Event()
-            self._carry_out(self.state.expire(time.monotonic()))
+            self.carry_out(self.state.expire(time.monotonic()))
 
     def drop(self, item: DropItem, tokens: Tokens) -> DropResult:
         namespace = self._known(item.namespace)
         rows = _rows(namespace, tokens, item.extras)
         answer = self.state.drop(namespace, rows, item.from_block)
-        self._carry_out(answer.plan)
-        return DropResult({self._tier.tier.name: answer.num_blocks}, answer.num_detached)
+        self.carry_out(answer.plan)
+        names = (self._tier.tier.name, *(store.tier.name for store in self._stores))
+        by_tier = dict(zip(names, answer.num_blocks, strict=True))
+        return DropResult(by_tier, answer.num_detached)
+
+    async def settle(self) -> None:
+        """When it returns, no store has anything of what was dropped, whatever happens.
+
+        Raises TierFailed where that cannot be said.
+        """
+        for actor in self._stores:
+            await actor.sync()
 
     # --- status ---
 
@@ -410,7 +572,7 @@ class Manager:
         return TierStatus(
             self._tier.tier.name,
             self.state.memory.capacity_bytes,
-            sum(arena.backed_bytes for arena in self._arenas.values()),
+            sum(arena.backed_bytes for arena in self.arenas.values()),
             self.state.memory.pages_by_state(),
         )
 
@@ -452,7 +614,7 @@ class Manager:
 
     # --- carrying out ---
 
-    def _carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: Plan) -> None:
         """Write down what the state decided; then see who can go on with what became free."""
         self._write(plan)
         if plan:
@@ -462,30 +624,41 @@ class Manager:
         for step in plan:
             match step:
                 case Reserved():
-                    self._arenas[step.arena].table.reserve(step.pages, step.session)
+                    self.arenas[step.arena].table.reserve(step.pages, step.session)
                 case Committed():
-                    self._arenas[step.arena].table.commit(
-                        step.pages, step.parent, step.first_block, step.tokens, step.namespace
+                    self.arenas[step.arena].table.commit(
+                        step.pages, step.parent, step.first_block, step.rows, step.namespace
                     )
+                    if self._tier.tier.survives:
+                        self.unsummed.append((step.arena, step.pages))
+                    self.changed.set()
                 case Detached():
-                    self._arenas[step.arena].table.detach(step.pages)
+                    self.arenas[step.arena].table.detach(step.pages)
                 case Freed():
-                    self._arenas[step.arena].table.free(step.pages)
+                    self.arenas[step.arena].table.free(step.pages)
                 case Quarantined():
-                    self._arenas[step.arena].table.quarantine(step.pages)
+                    self.arenas[step.arena].table.quarantine(step.pages)
                 case Ended():
                     self._header.set_generation(step.slot, step.generation)
                 case Back():
-                    for piece in backing_pieces(self._arenas[step.arena], step.run):
-                        self._do(self._back, self.state.memory.arenas[step.arena], piece)
+                    for piece in backing_pieces(self.arenas[step.arena], step.run):
+                        self.do(self._back, self.state.memory.arenas[step.arena], piece)
                 case Unback():
-                    arena = self._arenas[step.arena]
+                    arena = self.arenas[step.arena]
                     arena.table.unback(pages_of([step.run]))
-                    self._do(self._tier.unback, arena, step.run)
+                    self.do(self._tier.unback, arena, step.run)
+                case Forgotten():
+                    self._stores[step.tier - 1].forget(step.layout, step.keys)
                 case Removed():
-                    self._do(self._tier.remove_arena, self._arenas.pop(step.arena))
+                    self._remove_arena(self.arenas.pop(step.arena))
                 case _:
                     assert_never(step)
+
+    def _remove_arena(self, arena: TierArena) -> None:
+        self.do(self._tier.remove_arena, arena)
+        if not any(other.layout == arena.layout for other in self.arenas.values()):
+            for actor in self._stores:
+                actor.remove_store(arena.layout)
 
     def _serve_waiters(self) -> None:
         """Answer the waiting reserves in their order, as far as pages go.
@@ -544,9 +717,34 @@ class Manager:
                 memory.begin_backing(arena, missing, plan)
         self._write(plan)
 
-    def _do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+    def do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         self._jobs.append((function, args))
         self._new_job.set()
+
+    async def in_order(self, function: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:
+        """Do something after all work on memory that was begun before; raises what it raises.
+
+        Memory of blocks that are there when it begins is not taken before it ends.
+        """
+        done, results, errors = anyio.Event(), list[T](), list[Exception]()
+
+        async def work() -> None:
+            try:
+                results.append(await function(*args))
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        self.do(work)
+        await done.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    async def checksums(self, arena: TierArena, pages: Pages) -> NDArray[np.uint64]:
+        """The checksum of each page as it is now; within `in_order`, or of pages that are held."""
+        return await self._tier.checksums(arena, pages)
 
     async def _work(self) -> None:
         while True:
@@ -563,12 +761,12 @@ class Manager:
 
     async def _back(self, arena: ArenaState, piece: Run) -> None:
         try:
-            await self._tier.back(self._arenas[arena.id], piece)
+            await self._tier.back(self.arenas[arena.id], piece)
             backed = True
         except TierFailed as error:
             backed = False
             self._pause_backing(error)
-        self._carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
+        self.carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
         if not backed:
             self._serve_waiters()
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
 
     from kvd.actors.manager import Manager
+    from kvd.actors.mover import Mover
     from kvd.config import Config
 
 logger = logging.getLogger(__name__)
@@ -84,13 +85,19 @@ class Router:
     """
 
     def __init__(
-        self, config: Config, manager: Manager, sessions: SessionTable, epoch: int, header: Path
+        self,
+        config: Config,
+        manager: Manager,
+        mover: Mover,
+        sessions: SessionTable,
+        epoch: int,
+        header: Path,
     ) -> None:
         self._config = config
         self._manager = manager
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
-        self._verbs = Verbs(config.limits, manager, sessions, epoch, self.counters)
+        self._verbs = Verbs(config.limits, manager, mover, sessions, epoch, self.counters)
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
@@ -366,6 +373,7 @@ class Router:
                     self._manager.end_session(session_id)
                     logger.info("session %s is gone (%s)", left.name, left.client)
                 self._manager.session_gone(session_id)
+            self._manager.free_earlier(self._sessions.earlier)
             await anyio.sleep(self._config.sessions.sweep_seconds)
 
     # --- status ---

@@ -67,6 +67,8 @@ class SessionTable:
         self._limits = limits
         self._by_identity: dict[bytes, Session] = {}
         self._ended: dict[int, Path] = {}
+        # Of an earlier epoch, whose processes may live.
+        self.earlier: set[int] = set()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_identity.values())
@@ -79,6 +81,7 @@ class SessionTable:
         self.directory.mkdir(mode=0o750, exist_ok=True)
         for path in self.directory.glob("[0-9a-f]" * 16 + ".session"):
             self._ended[int(path.stem, 16)] = path
+        self.earlier = set(self._ended)
 
     def path(self, session: int) -> Path:
         return self.directory / f"{session_name(session)}.session"
@@ -131,6 +134,7 @@ class SessionTable:
     def gone(self, session_id: int) -> Session | None:
         """Note that no process of a session is left; the session, if it had not ended before."""
         self._ended.pop(session_id, None)
+        self.earlier.discard(session_id)
         session = next((s for s in self._by_identity.values() if s.id == session_id), None)
         if session is not None:
             del self._by_identity[session.identity]

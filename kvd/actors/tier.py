@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.actors.actor import Actor
+from kvd.arena.checksum import block_checksums
 from kvd.protocol.messages import Run
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvd.arena.runs import Pages
+    from kvd.protocol.keys import NamespaceInfo
     from kvd.protocol.layout import Layout
-    from kvd.tiers.base import MemoryTier, TierArena
+    from kvd.tiers.base import Adopted, MemoryTier, TierArena
 
 # Memory is given at about 3 GB/s; a call of this size keeps the mailbox busy for 20 ms.
 BACKING_STEP_BYTES = 64 << 20
@@ -25,6 +31,9 @@ class TierActor(Actor):
     async def open(self, epoch: int) -> None:
         await self._ask(self.tier.open, epoch)
 
+    async def adopt(self) -> list[Adopted]:
+        return await self._ask(self.tier.adopt)
+
     async def create_arena(self, layout: Layout, row_bytes: int) -> TierArena:
         return await self._ask(self.tier.create_arena, layout, row_bytes)
 
@@ -35,6 +44,13 @@ class TierActor(Actor):
     async def unback(self, arena: TierArena, run: Run) -> None:
         """Take the memory of whole extents back."""
         await self._ask(arena.unback, run)
+
+    async def checksums(self, arena: TierArena, pages: Pages) -> NDArray[np.uint64]:
+        """The checksum of each page as it is now."""
+        return await self._ask(block_checksums, arena, pages)
+
+    async def note_namespace(self, arena: TierArena, number: int, info: NamespaceInfo) -> None:
+        await self._ask(arena.note_namespace, number, info)
 
     async def remove_arena(self, arena: TierArena) -> None:
         """Close an arena that nobody uses."""

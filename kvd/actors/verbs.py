@@ -36,6 +36,8 @@ from kvd.protocol.messages import (
     DoneReply,
     DropReply,
     DropRequest,
+    ExtendItem,
+    ExtendRequest,
     Failure,
     ForkItem,
     ForkRequest,
@@ -50,6 +52,7 @@ from kvd.protocol.messages import (
     OpenRequest,
     PinReply,
     PinRequest,
+    PrefetchRequest,
     ReleaseRequest,
     ReserveItem,
     ReserveReply,
@@ -64,7 +67,8 @@ from kvd.protocol.messages import (
 if TYPE_CHECKING:
     from collections import Counter
 
-    from kvd.actors.manager import Manager
+    from kvd.actors.manager import Manager, Match
+    from kvd.actors.mover import Mover
     from kvd.actors.sessions import Session, SessionTable
     from kvd.cache.leases import Lease
     from kvd.config import LimitConfig
@@ -95,6 +99,16 @@ class _Wait:
     match: MatchResult | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """In the place of a result: a match of which more can be had."""
+
+    session: Session
+    item: MatchItem | ExtendItem
+    tokens: bytes
+    match: Match
+
+
 class Verbs:
     """Serves the requests of attached sessions."""
 
@@ -102,12 +116,14 @@ class Verbs:
         self,
         limits: LimitConfig,
         manager: Manager,
+        mover: Mover,
         sessions: SessionTable,
         epoch: int,
         counters: Counter[str],
     ) -> None:
         self._limits = limits
         self._manager = manager
+        self._mover = mover
         self._sessions = sessions
         self._epoch = epoch
         self._counters = counters
@@ -121,6 +137,10 @@ class Verbs:
                 return self._match(session, request, frames)
             case ForkRequest():
                 return self._fork(session, request)
+            case ExtendRequest():
+                return self._extend(session, request, frames)
+            case PrefetchRequest():
+                return self._prefetch(session, request, frames)
             case ReserveRequest():
                 return self._reserve(session, request)
             case CommitRequest():
@@ -191,11 +211,33 @@ class Verbs:
     def _match(
         self, session: Session, request: MatchRequest, frames: Sequence[bytes]
     ) -> Answer | Later:
-        def match(item: MatchItem, tokens: bytes) -> MatchResult | _Wait:
-            return self._with_pages(item, *self._manager.match(session.id, item, tokens))
+        def match(item: MatchItem, tokens: bytes) -> MatchResult | _Wait | _Lack:
+            match = self._manager.match(session.id, item, tokens)
+            if match.lacks_more:
+                return _Lack(session, item, tokens, match)
+            return self._with_pages(item, match.lease, self._manager.matched(match))
 
         results = [self._tried(match, *each) for each in self._with_tokens(request.items, frames)]
         return self._answered(MatchReply, request, results)
+
+    def _extend(
+        self, session: Session, request: ExtendRequest, frames: Sequence[bytes]
+    ) -> Answer | Later:
+        def extend(item: ExtendItem, tokens: bytes) -> MatchResult | _Lack:
+            match = self._manager.extend(session.id, item, tokens)
+            if match.lacks_more:
+                return _Lack(session, item, tokens, match)
+            return self._manager.matched(match)
+
+        results = [self._tried(extend, *each) for each in self._with_tokens(request.items, frames)]
+        return self._answered(MatchReply, request, results)
+
+    def _prefetch(
+        self, session: Session, request: PrefetchRequest, frames: Sequence[bytes]
+    ) -> Answer:
+        for item, tokens in self._with_tokens(request.items, frames):
+            self._mover.prefetch(*self._manager.named(session.id, item, tokens))
+        return self._done(request)
 
     def _fork(self, session: Session, request: ForkRequest) -> Answer | Later:
         def fork(item: ForkItem) -> MatchResult | _Wait:
@@ -231,17 +273,35 @@ class Verbs:
         results = [self._tried(reserve, item) for item in request.items]
         return self._answered(ReserveReply, request, results)
 
-    def _commit(self, session: Session, request: CommitRequest, frames: Sequence[bytes]) -> Answer:
-        results = [
-            self._tried(self._manager.commit, session.id, *each)
-            for each in self._with_tokens(request.items, frames)
-        ]
+    def _commit(
+        self, session: Session, request: CommitRequest, frames: Sequence[bytes]
+    ) -> Answer | Later:
+        items = list(self._with_tokens(request.items, frames))
+        waits = [self._tried(self._manager.unverified, session.id, *each) for each in items]
+        if any(isinstance(wait, tuple) for wait in waits):
+            return self._commit_later(session, request, items, waits)
+        return self._committed(session, request, items)
+
+    async def _commit_later(
+        self, session: Session, request: CommitRequest, items: list[Any], waits: list[Any]
+    ) -> Answer:
+        """Blocks that an earlier epoch left are verified before they take the place of others."""
+        end = time.monotonic() + self._seconds_left(request)
+        for wait in waits:
+            if isinstance(wait, tuple):
+                seconds = max(0.0, end - time.monotonic())
+                space, rows = wait
+                await self._mover.prepare(space, rows, seconds, promote=False)
+        return self._committed(session, request, items)
+
+    def _committed(self, session: Session, request: CommitRequest, items: list[Any]) -> Answer:
+        results = [self._tried(self._manager.commit, session.id, *each) for each in items]
         return Answer(CommitReply(id=request.id, epoch=self._epoch, results=tuple(results)))
 
     def _answered(
         self, kind: Callable[..., AnyReply], request: AnyRequest, results: Sequence[Any]
     ) -> Answer | Later:
-        if any(isinstance(result, _Wait) for result in results):
+        if any(isinstance(result, _Wait | _Lack) for result in results):
             return self._answered_later(kind, request, results)
         return Answer(kind(id=request.id, epoch=self._epoch, results=tuple(results)))
 
@@ -249,11 +309,35 @@ class Verbs:
         self, kind: Callable[..., AnyReply], request: AnyRequest, results: Sequence[Any]
     ) -> Answer:
         end = time.monotonic() + self._seconds_left(request)
-        settled = [
-            await self._settled(result, end) if isinstance(result, _Wait) else result
-            for result in results
-        ]
+        settled = []
+        for result in results:
+            if isinstance(result, _Lack):
+                result = await self._brought(result, end)
+            if isinstance(result, _Wait):
+                result = await self._settled(result, end)
+            settled.append(result)
         return Answer(kind(id=request.id, epoch=self._epoch, results=tuple(settled)))
+
+    async def _brought(self, lack: _Lack, end: float) -> MatchResult | _Wait | Failure:
+        """A match with what came until then; what is still on its way goes on without it."""
+        space, rows = lack.match.lease.namespace, lack.match.rows
+        came = await self._mover.prepare(space, rows, max(0.0, end - time.monotonic()))
+        item = lack.item
+        try:
+            match = self._manager.extend(
+                lack.session.id,
+                item,
+                lack.tokens,
+                exact_tail=isinstance(item, MatchItem) and item.exact_tail,
+            )
+        except KvdError as error:
+            return self._failure(error)
+        if match.lacks_more:
+            self._mover.prefetch(space, rows)
+        result = self._manager.matched(match, came)
+        return (
+            self._with_pages(item, match.lease, result) if isinstance(item, MatchItem) else result
+        )
 
     async def _settled(self, wait: _Wait, end: float) -> MatchResult | ReserveResult | Failure:
         """Pages, in their turn and until then; a match is granted without them too."""
@@ -312,11 +396,16 @@ class Verbs:
         ]
         return Answer(PinReply(id=request.id, epoch=self._epoch, results=tuple(results)))
 
-    def _drop(self, request: DropRequest, frames: Sequence[bytes]) -> Answer:
+    def _drop(self, request: DropRequest, frames: Sequence[bytes]) -> Later:
         results = [
             self._tried(self._manager.drop, *each)
             for each in self._with_tokens(request.items, frames)
         ]
+        return self._dropped(request, results)
+
+    async def _dropped(self, request: DropRequest, results: list[Any]) -> Answer:
+        """Answered when it is so for good."""
+        await self._manager.settle()
         return Answer(DropReply(id=request.id, epoch=self._epoch, results=tuple(results)))
 
     # --- what the verbs share ---

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.arena.runs import runs_of
+from kvd.protocol.errors import Unsupported
 
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import Run
+    from kvd.protocol.messages import Run, Runs
 
 Array: TypeAlias = NDArray[Any]
 
@@ -43,50 +44,74 @@ class Arena:
         """`buffer` holds `num_pages * layout.page_bytes` bytes; it may be read-only."""
         self.layout = layout
         self.num_pages = num_pages
-        self.root: Array = np.frombuffer(buffer, NUMPY_DTYPES[layout.dtype])
+        dtype = np.dtype(np.uint8) if layout.is_opaque else NUMPY_DTYPES[layout.dtype]
+        self.root: Array = np.frombuffer(buffer, dtype)
 
     @property
     def pages(self) -> Array:
-        """All pages: `[layers, planes, pages, block_size, heads, head_size]`."""
-        layout = self.layout
-        return self.root.reshape(
-            layout.num_layers,
-            layout.num_planes,
-            self.num_pages,
-            layout.block_size,
-            layout.num_kv_heads,
-            layout.head_size,
-        )
+        """All pages: `[pages, *layout.page_shape]`, whatever the order."""
+        if self.layout.is_contiguous:
+            return self.root.reshape(self.num_pages, *self.layout.page_shape)
+        return self.layers.transpose(2, 0, 1, 3, 4, 5)
+
+    @property
+    def layers(self) -> Array:
+        """All pages by layer: `[layers, planes, pages, block_size, heads, head_size]`.
+
+        Raises Unsupported where they do not lie so.
+        """
+        if self.layout.is_contiguous:
+            raise Unsupported(
+                f"in the order {self.layout.order} the tokens of consecutive pages are not one "
+                "array: take whole pages (read_pages and write_pages of a lease)"
+            )
+        layers, planes, *block = self.layout.page_shape
+        return self.root.reshape(layers, planes, self.num_pages, *block)
 
     def page_view(self, page: int) -> Array:
-        """One page: `[layers, planes, block_size, heads, head_size]`."""
+        """One page: `layout.page_shape`."""
         self._check(page, 1)
-        return self.pages[:, :, page]
+        return self.pages[page, ...]
+
+    def pages_view(self, run: Run) -> Array:
+        """A run of pages: `[pages, *layout.page_shape]`."""
+        self._check(run.first, run.count)
+        return self.pages[run.first : run.first + run.count]
 
     def run_view(self, run: Run) -> Array:
         """A run of pages: `[layers, planes, tokens, heads, head_size]`.
 
-        Of one layer and plane it is one strided array over consecutive memory.
+        Of one layer and plane it is one strided array over consecutive memory. Raises Unsupported
+        where the order does not allow it.
         """
         self._check(run.first, run.count)
-        layout = self.layout
-        return self.pages[:, :, run.first : run.first + run.count].reshape(
-            layout.num_layers,
-            layout.num_planes,
-            run.count * layout.block_size,
-            layout.num_kv_heads,
-            layout.head_size,
-            copy=False,
-        )
+        pages = self.layers[:, :, run.first : run.first + run.count]
+        layers, planes, count, block_size, *row = pages.shape
+        return pages.reshape(layers, planes, count * block_size, *row, copy=False)
 
-    def slice_view(self, number: int, run: Run) -> memoryview:
-        """The bytes of a run of pages in one slice: one layer and plane, counted layer by layer."""
-        self._check(run.first, run.count)
-        if not 0 <= number < self.layout.num_slices:
-            raise IndexError(f"slice {number} of {self.layout.num_slices}")
-        slices = self.root.reshape(self.layout.num_slices, self.num_pages, -1)
-        pages = slices[number, run.first : run.first + run.count].reshape(-1, copy=False)
-        return pages.view(np.uint8).data
+    def slice_views(self, slices: range, runs: Runs) -> Iterator[memoryview]:
+        """The bytes of some slices of pages, each piece of consecutive memory for itself.
+
+        A slice is one layer and plane, counted layer by layer; where pages are opaque, one layer.
+        They come slice by slice, or page by page where those are contiguous.
+        """
+        num_slices = self.layout.num_slices
+        if not 0 <= slices.start <= slices.stop <= num_slices:
+            raise IndexError(f"slices {slices.start} to {slices.stop - 1} of {num_slices}")
+        for run in runs:
+            self._check(run.first, run.count)
+        for array in self._lying(slices, [slice(run.first, run.first + run.count) for run in runs]):
+            for piece in [array] if array.flags.c_contiguous else array:
+                yield piece.reshape(-1, copy=False).data
+
+    def _lying(self, slices: range, runs: list[slice]) -> list[Array]:
+        """The bytes of these slices as they lie: those of a run, or of a run in one slice."""
+        memory, num_slices = self.root.view(np.uint8), self.layout.num_slices
+        if self.layout.is_contiguous:
+            by_page = memory.reshape(self.num_pages, num_slices, -1)
+            return [by_page[pages, slices.start : slices.stop] for pages in runs]
+        by_slice = memory.reshape(num_slices, self.num_pages, -1)
+        return [by_slice[number, pages] for number in slices for pages in runs]
 
     def copy_out(self, pages: Pages, out: memoryview) -> None:
         """Copy pages into `out`, one after the other, each as `page_view` has it."""
@@ -99,14 +124,12 @@ class Arena:
             run[...] = piece
 
     def _by_runs(self, pages: Pages, data: memoryview) -> Iterator[tuple[Array, Array]]:
-        """Run by run, the pages and what of `data` is theirs: `[pages, layers, planes, ...]`."""
+        """Run by run, the pages and what of `data` is theirs."""
         blocks = np.frombuffer(data, self.root.dtype)
-        blocks = blocks.reshape(len(pages), *self.page_view(0).shape)
+        blocks = blocks.reshape(len(pages), *self.layout.page_shape)
         start = 0
         for run in runs_of(pages):
-            self._check(run.first, run.count)
-            there = np.moveaxis(self.pages[:, :, run.first : run.first + run.count], 2, 0)
-            yield there, blocks[start : start + run.count]
+            yield self.pages_view(run), blocks[start : start + run.count]
             start += run.count
 
     def _check(self, first: int, count: int) -> None:
@@ -121,8 +144,10 @@ def punch(fd: int, start: int, size: int) -> None:
         piece.madvise(mmap.MADV_REMOVE)
 
 
-def slice_offsets(layout: Layout, num_pages: int, first: int) -> range:
-    """Where page `first` begins in the file, once per layer and plane."""
-    stride = num_pages * layout.slice_bytes
-    start = first * layout.slice_bytes
-    return range(start, start + layout.num_slices * stride, stride)
+def pieces_of(layout: Layout, num_pages: int, run: Run) -> Iterator[range]:
+    """Where a run of pages lies in an arena of so many: each piece of consecutive bytes."""
+    num_pieces = 1 if layout.is_contiguous else layout.num_slices
+    piece_bytes = layout.page_bytes // num_pieces
+    for number in range(num_pieces):
+        start = (number * num_pages + run.first) * piece_bytes
+        yield range(start, start + run.count * piece_bytes)

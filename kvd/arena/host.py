@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.arena.base import Arena, punch, slice_offsets
+from kvd.arena.base import Arena, pieces_of, punch
+from kvd.arena.files import make_file
 from kvd.protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -35,13 +36,12 @@ class HostArena:
     full file system is an error here and never a SIGBUS in a client.
     """
 
-    def __init__(self, path: Path, layout: Layout, num_pages: int) -> None:
+    def __init__(self, path: Path, layout: Layout, num_pages: int, fd: int | None = None) -> None:
+        """Over `fd`, a file that is there, else over a new one: for the group, who are clients."""
         self.path = path
         self.layout = layout
         self.num_pages = num_pages
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
-        os.fchmod(self._fd, 0o660)  # whatever the umask: the group's processes are clients too
-        os.ftruncate(self._fd, num_pages * layout.page_bytes)
+        self._fd = make_file(path, num_pages * layout.page_bytes, 0o660) if fd is None else fd
 
     @cached_property
     def memory(self) -> Arena:
@@ -62,22 +62,20 @@ class HostArena:
         Raises OSError (ENOSPC) when the file system is full; what was given is taken back then.
         """
         try:
-            for offset in slice_offsets(self.layout, self.num_pages, run.first):
-                os.posix_fallocate(self._fd, offset, run.count * self.layout.slice_bytes)
+            for piece in pieces_of(self.layout, self.num_pages, run):
+                os.posix_fallocate(self._fd, piece.start, len(piece))
         except OSError:
             self.unback(run)
             raise
 
     def unback(self, run: Run) -> None:
         """Take the memory of whole extents back; nobody may hold these pages."""
-        size = run.count * self.layout.slice_bytes
-        for offset in slice_offsets(self.layout, self.num_pages, run.first):
-            punch(self._fd, offset, size)
+        for piece in pieces_of(self.layout, self.num_pages, run):
+            punch(self._fd, piece.start, len(piece))
 
     def close(self) -> None:
-        """Unlink the file; who maps it keeps the memory until it lets go. Idempotent."""
+        """Leave the file as it is. Idempotent."""
         if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
@@ -138,11 +136,10 @@ class MappedArena:
         return self._populate(self._writable, run, MADV_POPULATE_WRITE)
 
     def _populate(self, mapping: mmap.mmap, run: Run, advice: int) -> Iterator[None]:
-        size = run.count * self.layout.slice_bytes
-        for offset in slice_offsets(self.layout, self.num_pages, run.first):
-            start = offset - offset % mmap.PAGESIZE
-            for step in range(start, offset + size, POPULATE_STEP):
-                mapping.madvise(advice, step, min(POPULATE_STEP, offset + size - step))
+        for piece in pieces_of(self.layout, self.num_pages, run):
+            start = piece.start - piece.start % mmap.PAGESIZE
+            for step in range(start, piece.stop, POPULATE_STEP):
+                mapping.madvise(advice, step, min(POPULATE_STEP, piece.stop - step))
                 yield
 
 

@@ -8,26 +8,30 @@ says at most that a page is more taken than it is.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.arena.base import punch
+from kvd.arena.files import boot_id, data_ranges, make_file
+from kvd.arena.runs import runs_of
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import Run
+    from kvd.protocol.messages import Run, Runs
 
 Pages: TypeAlias = NDArray[np.int64] | Sequence[int]
 
 HEADER_BYTES = 4096
-MAGIC = b"KVDPAGE1"
+MAGIC = b"KVDPAGE2"
 SEAL_OF_ZEROS = np.uint64(0x9E3779B97F4A7C15)  # any but zero
 
 NO_PARENT = -1
@@ -49,13 +53,21 @@ class PageState(IntEnum):
 
 
 _HEADER = np.dtype(
-    [("magic", "S8"), ("epoch", "<u8"), ("num_pages", "<u8"), ("fingerprint", "V32")]
+    [
+        ("magic", "S8"),
+        ("epoch", "<u8"),
+        ("num_pages", "<u8"),
+        ("extent_pages", "<u8"),
+        ("row_bytes", "<u8"),
+        ("boot", "V16"),
+        ("layout", "V32"),
+    ]
 )
 
 
-def record_dtype(block_size: int) -> np.dtype[Any]:
+def record_dtype(block_size: int, row_bytes: int) -> np.dtype[Any]:
     """One record; its words are of 8 bytes, so that the seal can run over them."""
-    padded = block_size + block_size % 2
+    padded = -(-block_size * row_bytes // 8) * 8
     return np.dtype(
         [
             ("seal", "<u8"),
@@ -69,7 +81,7 @@ def record_dtype(block_size: int) -> np.dtype[Any]:
             ("group", "<u2"),
             ("state", "<u2"),
             ("num_tokens", "<u4"),
-            ("tokens", "<u4", (padded,)),
+            ("rows", "u1", (padded,)),
         ]
     )
 
@@ -77,9 +89,10 @@ def record_dtype(block_size: int) -> np.dtype[Any]:
 class PageTable:
     """The records of one arena's pages, over any buffer of the right size."""
 
-    def __init__(self, layout: Layout, num_pages: int, buffer: memoryview) -> None:
-        dtype = record_dtype(layout.block_size)
-        self.block_size = layout.block_size
+    def __init__(self, layout: Layout, row_bytes: int, num_pages: int, buffer: memoryview) -> None:
+        dtype = record_dtype(layout.block_size, row_bytes)
+        self.layout = layout
+        self.row_bytes = row_bytes
         self.num_pages = num_pages
         self.records: NDArray[Any] = np.frombuffer(
             buffer, dtype, count=num_pages, offset=HEADER_BYTES
@@ -91,10 +104,24 @@ class PageTable:
         rng = np.random.Generator(np.random.PCG64(0))
         self._factors = rng.integers(0, 1 << 63, words, dtype=np.uint64) * 2 + 1
 
-    def begin(self, epoch: int, fingerprint: bytes) -> None:
+    def begin(self, epoch: int, extent_pages: int) -> None:
         """Write the head; what reads the table later can tell whose it is."""
-        self._header[0] = (b"", epoch, self.num_pages, fingerprint)
+        self._header[0] = self._head(b"", epoch, extent_pages)
         self._header["magic"] = MAGIC
+
+    def has_begun(self, extent_pages: int) -> bool:
+        """Whether the head says that this table was begun on this boot, in whatever epoch."""
+        epoch = int(self._header["epoch"][0])
+        expected = np.array(self._head(MAGIC, epoch, extent_pages), _HEADER)
+        return self._header.tobytes() == expected.tobytes()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The table goes on in another epoch."""
+        self._header["epoch"] = epoch
+
+    def _head(self, magic: bytes, epoch: int, extent_pages: int) -> tuple[Any, ...]:
+        layout = hashlib.sha256(msgspec.msgpack.encode(self.layout)).digest()
+        return magic, epoch, self.num_pages, extent_pages, self.row_bytes, boot_id(), layout
 
     def reserve(self, pages: Pages, session: int) -> None:
         """Note that a session may write these pages, before it learns their numbers."""
@@ -108,9 +135,13 @@ class PageTable:
         """Note that nobody holds these pages; descendants stand before their parents."""
         self._note(pages, PageState.FREE)
 
-    def quarantine(self, pages: Pages) -> None:
-        """Note that a session that is over could still write these pages."""
-        self._note(pages, PageState.QUARANTINED, keep_session=True)
+    def quarantine(self, pages: Pages, session: int | None = None) -> None:
+        """Note that a session that is over could still write these pages.
+
+        It is the one that reserved them, unless another is named; 0 where that is not known.
+        """
+        is_known = session is None
+        self._note(pages, PageState.QUARANTINED, session or 0, keep_session=is_known)
 
     def unback(self, pages: Pages) -> None:
         """Forget pages whose memory went back; their generations start anew with it."""
@@ -121,7 +152,7 @@ class PageTable:
         pages: Pages,
         parent: int,
         first_block: int,
-        tokens: bytes,
+        rows: bytes,
         namespace: int,
         group: int = 0,
     ) -> None:
@@ -140,16 +171,43 @@ class PageTable:
         records["namespace"] = namespace
         records["group"] = group
         records["block"] = np.arange(first_block, first_block + len(index))
-        records["num_tokens"] = self.block_size
-        records["tokens"][:, : self.block_size] = np.frombuffer(tokens, "<u4").reshape(
-            len(index), self.block_size
-        )
+        records["num_tokens"] = self.layout.block_size
+        block_bytes = self.layout.block_size * self.row_bytes
+        records["rows"][:, :block_bytes] = np.frombuffer(rows, np.uint8).reshape(-1, block_bytes)
         self._write(index, records)
 
-    def sealed(self) -> NDArray[np.bool_]:
+    def add_checksums(
+        self, pages: Pages, generations: NDArray[np.uint64], checksums: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """Note checksums of blocks that are still those of these generations; says which are.
+
+        The pages have memory: to look at the record of one that has none would give it some.
+        """
+        index = np.asarray(pages, np.int64)
+        records = self.records[index]
+        is_same = records["state"] == PageState.COMMITTED
+        is_same &= records["generation"] == generations
+        records = records[is_same]
+        records["checksum"] = checksums[is_same]
+        self._write(index[is_same], records)
+        return np.asarray(is_same, np.bool_)
+
+    def generations(self, pages: Pages) -> NDArray[np.uint64]:
+        """Which turn of each page this is."""
+        return np.asarray(self.records["generation"][pages], np.uint64)
+
+    def checksums(self, pages: Pages) -> NDArray[np.uint64]:
+        """The checksums of blocks; 0 for one that has none yet."""
+        return np.asarray(self.records["checksum"][pages], np.uint64)
+
+    def sealed(self, records: NDArray[Any]) -> NDArray[np.bool_]:
         """Which records are whole: sealed, or never written."""
-        blank = ~self._words(self.records).any(axis=1)
-        return np.asarray((self.records["seal"] == self._seals(self.records)) | blank, np.bool_)
+        is_sealed = records["seal"] == self._seals(records)
+        return np.asarray(is_sealed | ~self.written(records), np.bool_)
+
+    def written(self, records: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which records say anything at all, be it only in part."""
+        return np.asarray(self._words(records).any(axis=1), np.bool_)
 
     def _note(
         self, pages: Pages, state: int, session: int = 0, *, keep_session: bool = False
@@ -174,15 +232,15 @@ class PageTable:
         return sums ^ SEAL_OF_ZEROS
 
     def _words(self, records: NDArray[Any]) -> NDArray[np.uint64]:
-        return np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)
+        return np.ascontiguousarray(records).view("<u8").reshape(-1, records.itemsize // 8)
 
 
-def record_bytes(layout: Layout) -> int:
-    return record_dtype(layout.block_size).itemsize
+def record_bytes(layout: Layout, row_bytes: int) -> int:
+    return record_dtype(layout.block_size, row_bytes).itemsize
 
 
-def table_bytes(layout: Layout, num_pages: int) -> int:
-    return HEADER_BYTES + num_pages * record_bytes(layout)
+def table_bytes(layout: Layout, row_bytes: int, num_pages: int) -> int:
+    return HEADER_BYTES + num_pages * record_bytes(layout, row_bytes)
 
 
 class PageTableFile:
@@ -192,19 +250,23 @@ class PageTableFile:
     long as the whole capacity, take little of it.
     """
 
-    def __init__(self, path: Path, layout: Layout, num_pages: int) -> None:
-        """Raises OSError where there is no memory for its head."""
+    def __init__(
+        self, path: Path, layout: Layout, row_bytes: int, num_pages: int, fd: int | None = None
+    ) -> None:
+        """Over `fd`, a file that is there, else over a new one.
+
+        Raises OSError where there is no memory for its head.
+        """
         self.path = path
-        self._record_bytes = record_bytes(layout)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        size = table_bytes(layout, row_bytes, num_pages)
+        self._record_bytes = record_bytes(layout, row_bytes)
+        self._fd = make_file(path, size, 0o600, HEADER_BYTES) if fd is None else fd
         try:
-            os.posix_fallocate(self._fd, 0, HEADER_BYTES)
-            os.ftruncate(self._fd, table_bytes(layout, num_pages))
-            buffer = mmap.mmap(self._fd, table_bytes(layout, num_pages))
+            buffer = mmap.mmap(self._fd, size)
         except OSError:
             self.close()
             raise
-        self.table = PageTable(layout, num_pages, memoryview(buffer))
+        self.table = PageTable(layout, row_bytes, num_pages, memoryview(buffer))
 
     def back(self, run: Run) -> None:
         """Give memory to the records of these pages; raises OSError."""
@@ -222,9 +284,33 @@ class PageTableFile:
         if start < stop:
             punch(self._fd, start, stop - start)
 
+    def read(self, extent_pages: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The pages of every extent of which any record says something, and their records.
+
+        They are read from the file: a record without memory would get some by being looked at.
+        """
+        pages = self._pages_with_data(extent_pages)
+        records = np.concatenate([self.table.records[:0], *self._read(runs_of(pages))])
+        is_written = self.table.written(records).reshape(-1, extent_pages).any(axis=1)
+        is_backed = np.repeat(is_written, extent_pages)
+        return pages[is_backed], records[is_backed]
+
+    def _pages_with_data(self, extent_pages: int) -> NDArray[np.int64]:
+        size = extent_pages * self._record_bytes
+        has_data = np.zeros(self.table.num_pages // extent_pages, np.bool_)
+        for start, stop in data_ranges(self._fd, HEADER_BYTES):
+            first, last = (start - HEADER_BYTES) // size, (stop - 1 - HEADER_BYTES) // size
+            has_data[first : last + 1] = True
+        return np.repeat(has_data, extent_pages).nonzero()[0]
+
+    def _read(self, runs: Runs) -> Iterator[NDArray[Any]]:
+        with self.path.open("rb") as file:
+            for run in runs:
+                file.seek(HEADER_BYTES + run.first * self._record_bytes)
+                yield np.fromfile(file, self.table.records.dtype, run.count)
+
     def close(self) -> None:
-        """Unlink the file. Idempotent."""
+        """Leave the file as it is. Idempotent."""
         if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1

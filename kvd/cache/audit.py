@@ -6,6 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.arena.page_table import PageState
+from kvd.cache.radix import MEMORY
+from kvd.protocol.keys import chain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,27 +62,52 @@ def _check_pages(state: CacheState, space: Namespace) -> None:
     detached = sum(node.num_blocks for node in _locks(state, space) if node.detached)
     reserved = sum(len(lease.reserved) for lease in state.leases if lease.namespace is space)
     assert space.num_pages == space.tree.num_blocks + detached + reserved
-    assert space.lru.num_blocks == sum(node.num_blocks for node in space.lru)
-    assert space.tree.num_blocks == sum(node.num_blocks for node in space.tree.nodes())
-    assert space.tree.num_nodes == sum(1 for _ in space.tree.nodes())
+    nodes = list(space.tree.nodes())
+    assert space.tree.num_nodes == len(nodes)
+    for tier, lru in enumerate(space.tree.lrus):
+        here = [node for node in nodes if node.is_in(tier)]
+        assert space.tree.counts[tier] == sum(node.num_blocks for node in here)
+        assert lru.num_blocks == sum(node.num_blocks for node in here if not node.locks)
+        leaves = [node for node in here if not node.locks and not node.num_children[tier]]
+        coldest = lru.coldest()
+        assert (coldest in leaves) if leaves else coldest is None
+        assert coldest is None or coldest.stamp == min(leaf.stamp for leaf in leaves)
 
 
 def _check_tree(state: CacheState, space: Namespace) -> None:
-    age = {node: place for place, node in enumerate(space.lru)}
-    locks = _locks(state, space)
-    for node in space.tree.nodes():
+    tree, locks = space.tree, _locks(state, space)
+    for node in tree.nodes():
         assert not node.detached
         assert node.num_blocks >= 1
+        assert len(node.pages) == (node.num_blocks if node.is_in(MEMORY) else 0)
+        assert node.block_keys() == chain(_before(node).last_key, node.tokens, tree.block_bytes)
+        _check_tiers(node)
         assert len(node.tokens) == node.num_blocks * space.tree.block_bytes
         assert node.locks == locks[node]
-        assert (node in space.lru) == (node.locks == 0)
         assert node.first_blocks == sorted(node.first_blocks)
         for child in node.children:
             assert child.parent is node
-            assert node.locks or age[child] < age[node]
+            assert node.locks or child.stamp <= node.stamp
     for lease in state.leases:
         if lease.namespace is space:
             assert len(lease.node.path_pages()) == lease.num_blocks
+
+
+def _check_tiers(node: Node) -> None:
+    """A tier that has a block has all before it; a store has no copy, or none is on its way."""
+    tree, parent = node.tree, _before(node)
+    assert node.tiers
+    for tier in range(len(tree.lrus)):
+        assert node.num_children[tier] == sum(child.is_in(tier) for child in node.children)
+        assert not node.is_in(tier) or parent is tree.root or parent.is_in(tier)
+        is_unsaved, is_saving = node in tree.unsaved[tier], bool(node.saving >> tier & 1)
+        assert is_unsaved + is_saving + node.is_in(tier) <= 1
+        assert node.is_in(MEMORY) or not (is_unsaved or is_saving)
+
+
+def _before(node: Node) -> Node:
+    assert node.parent is not None
+    return node.parent
 
 
 def _locks(state: CacheState, space: Namespace) -> Counter[Node]:
@@ -100,3 +127,7 @@ def _ends(state: CacheState, space: Namespace) -> Iterator[Node]:
     for pin in state.pins:
         if pin.namespace is space:
             yield pin.node
+    for write in state.stores.writes:
+        for piece in write.pieces:
+            if piece.space is space:
+                yield piece.end

@@ -17,6 +17,7 @@ from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.plan import Back, Freed, Plan, Unback
+from kvd.cache.radix import MEMORY
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.messages import Run, Shortage
 
@@ -41,13 +42,19 @@ MAX_BROKEN_FRACTION = 1 / 16
 
 @dataclass(eq=False, slots=True)
 class ArenaState:
-    """The pages of one layout in the tier. Each has `record_bytes` in the page table beside it."""
+    """The pages of one layout and row width in the tier.
+
+    Each has `record_bytes` in the page table beside it. Of `unverified` pages, which an earlier
+    epoch committed, the checksum was not looked at yet.
+    """
 
     id: int
     layout: Layout
+    row_bytes: int
     pool: PagePool
     record_bytes: int = 0
     namespaces: list[Namespace] = field(default_factory=list)
+    unverified: set[int] = field(default_factory=set)
 
     @property
     def page_bytes(self) -> int:
@@ -84,11 +91,15 @@ class Namespace:
     salt: str
     arena: ArenaState
     tree: Tree
-    lru: Lru
     quota: Quota
     num_pages: int = 0
     generation: int = 0
     sessions: set[int] = field(default_factory=set)
+
+    @property
+    def lru(self) -> Lru:
+        """Its unlocked blocks in memory, by age."""
+        return self.tree.lrus[MEMORY]
 
     @property
     def has_extras(self) -> bool:
@@ -261,10 +272,10 @@ class Memory:
     def trim(self) -> Plan:
         """Evict from the high watermark down to the low one, the least recent blocks of all."""
         plan: Plan = []
-        used = self._used_bytes()
+        used = self.used_bytes()
         if used <= self.high_watermark * self.capacity_bytes:
             return plan
-        for victim in _coldest_first(self._spaces(), None):
+        for victim in _coldest_first(self.spaces(), None):
             excess = used - self.low_watermark * self.capacity_bytes
             if excess <= 0:
                 break
@@ -274,9 +285,16 @@ class Memory:
             used -= size * page_bytes
         return plan
 
-    def clear(self, space: Namespace, plan: Plan) -> None:
-        """Evict every unlocked block of a namespace."""
-        self._evict([space], space, space.lru.num_blocks, plan)
+    def shrink(self, plan: Plan) -> None:
+        """Give memory back until no more is taken than the capacity, as far as blocks may go."""
+        self._unback(self.arenas.values(), 0, plan)
+        for victim in _coldest_first(self.spaces(), None):
+            if self._left_bytes() >= 0:
+                break
+            self._shorten(
+                victim, min(_in_last_group(_leaf(victim)), _allowance(victim, None)), plan
+            )
+            self._unback([victim.arena], 0, plan)
 
     def free(self, space: Namespace, pages: Pages, plan: Plan) -> None:
         """A namespace gives pages back."""
@@ -287,6 +305,8 @@ class Memory:
     def free_pages(self, arena: ArenaState, pages: Pages) -> Freed:
         """Pages that belong to no namespace are nobody's."""
         arena.pool.free(pages)
+        if arena.unverified:
+            arena.unverified.difference_update(pages.tolist())
         return Freed(arena.id, pages)
 
     def _evict(self, spaces: Iterable[Namespace], space: Namespace, count: int, plan: Plan) -> None:
@@ -300,9 +320,15 @@ class Memory:
             left -= size
 
     def _shorten(self, victim: Namespace, count: int, plan: Plan) -> None:
-        """Evict blocks from the end of a namespace's coldest leaf."""
-        self.free(victim, victim.tree.cut(_leaf(victim), count), plan)
+        """Evict blocks from the end of a namespace's coldest leaf.
+
+        Nobody waits for a store: what has no copy there yet is lost, and counted.
+        """
+        leaf = _leaf(victim)
         self._counters["blocks_evicted"] += count
+        if any(leaf in unsaved for unsaved in victim.tree.unsaved):
+            self._counters["pressure_drops"] += count
+        self.free(victim, victim.tree.cut(leaf, count).pages, plan)
 
     def _num_evictable(self, space: Namespace) -> int:
         """Blocks in the namespace's own arena that may go for it."""
@@ -310,10 +336,10 @@ class Memory:
             min(other.lru.num_blocks, _spendable(other, space)) for other in space.arena.namespaces
         )
 
-    def _spaces(self) -> Iterable[Namespace]:
+    def spaces(self) -> Iterable[Namespace]:
         return (space for arena in self.arenas.values() for space in arena.namespaces)
 
-    def _used_bytes(self) -> int:
+    def used_bytes(self) -> int:
         return sum(arena.pool.num_held * arena.page_bytes for arena in self.arenas.values())
 
     # --- what people ask ---

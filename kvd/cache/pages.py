@@ -73,6 +73,15 @@ class PagePool:
         self.num_free -= len(pages)
         return runs
 
+    def restore(self, pages: Pages, committed: Pages, quarantined: list[Pages]) -> None:
+        """Begin with memory: these whole extents have it, and what is not held is free."""
+        self._backed[np.unique(pages // self.extent_pages)] = True
+        self.states[pages] = PageState.RESERVED
+        self.move(committed, PageState.RESERVED, PageState.COMMITTED)
+        for some in quarantined:
+            self.move(some, PageState.RESERVED, PageState.QUARANTINED)
+        self.free(pages[self.states[pages] == PageState.RESERVED])
+
     # --- pages ---
 
     @property

@@ -5,7 +5,7 @@ A plan's steps are carried out in their order before the answer leaves the daemo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.leases import Lease
-    from kvd.protocol.codec import Tokens
+    from kvd.protocol.keys import BlockKey
+    from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run, Runs, Shortage, Tail
 
 
@@ -34,7 +35,7 @@ class Committed:
     pages: Pages
     parent: int
     first_block: int
-    tokens: Tokens
+    rows: bytes
     namespace: int
 
 
@@ -87,6 +88,18 @@ class Unback:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Have a store forget these blocks, descendants before their parents.
+
+    After all that is on its way to it, and before what goes there from now on.
+    """
+
+    tier: int
+    layout: Layout
+    keys: list[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """Close an arena: it has no page that anybody holds, and no namespace."""
 
@@ -94,7 +107,16 @@ class Removed:
 
 
 Step: TypeAlias = (
-    Reserved | Committed | Detached | Freed | Quarantined | Ended | Back | Unback | Removed
+    Reserved
+    | Committed
+    | Detached
+    | Freed
+    | Quarantined
+    | Ended
+    | Back
+    | Unback
+    | Forgotten
+    | Removed
 )
 Plan: TypeAlias = list[Step]
 
@@ -117,6 +139,15 @@ class Matched:
     runs: Runs
     tail: Tail | None
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Between a match and more blocks: pages to verify, or else records of a store to read."""
+
+    pages: Pages
+    tier: int = 0
+    keys: list[BlockKey] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +186,8 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class DropAnswer:
-    num_blocks: int
+    """How many blocks left each tier, and how many of those in memory leases still hold."""
+
+    num_blocks: list[int]
     num_detached: int
     plan: Plan

@@ -3,30 +3,39 @@
 The idea of a radix tree over token prefixes is SGLang's RadixAttention (Zheng et al., 2024). Here a
 node is a run of blocks as flat arrays, so that a match compares whole nodes at the speed of memcmp
 and never hashes: a hit is exact by construction.
+
+Tier 0 is memory; the others are stores, from the fastest on. All blocks of a node are in the same
+tiers. In each tier a block is there only with all blocks before it.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.cache.policy import Lru
+from kvd.protocol.keys import KEY_BYTES, BlockKey, chain
+
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
-    from kvd.cache.policy import Lru
     from kvd.protocol.codec import Tokens
+
+MEMORY = 0
 
 
 class Node:
-    """A run of at least one block: their tokens and the page of each. The root alone has none.
+    """A run of at least one block: their tokens, keys and, in memory, pages. The root has none.
 
-    `locks` counts the paths that are held through this node, by leases and pins; `stamp` is the
-    touch that last moved it in the LRU. A detached node has left the tree under those who hold it:
-    its parent does not list it, and it is gone with the last of them. Nodes are compared by
+    `tiers` has a bit for each tier that has these blocks, `num_children` says how many children
+    each tier has. `locks` counts the paths that are held through this node, by leases, pins and
+    transfers; `saving` has a bit for each store that a copy is on its way to. `stamp` is its last
+    touch, and `queued` belongs to the LRUs. A detached node has left the tree under those who hold
+    it: its parent does not list it, and it is gone with the last of them. Nodes are compared by
     identity.
     """
 
@@ -34,21 +43,31 @@ class Node:
         "children",
         "detached",
         "first_blocks",
+        "keys",
         "locks",
+        "num_children",
         "pages",
         "parent",
+        "queued",
+        "saving",
         "stamp",
+        "tiers",
         "tokens",
         "tree",
     )
 
-    def __init__(self, tree: Tree, tokens: Tokens, pages: Sequence[int]) -> None:
+    def __init__(self, tree: Tree, tokens: Tokens, keys: bytes, pages: Sequence[int] = ()) -> None:
         self.tree = tree
         self.parent: Node | None = None
         self.tokens = bytearray(tokens)
+        self.keys = bytearray(keys)
         self.pages = array("q", pages)
+        self.tiers = 0
+        self.num_children = [0] * len(tree.lrus)
         self.locks = 0
         self.stamp = 0
+        self.queued = 0
+        self.saving = 0
         self.detached = False
         # Children by their first block, ascending, with those blocks beside them for bisection.
         self.first_blocks: list[bytes] = []
@@ -56,7 +75,22 @@ class Node:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.pages)
+        return len(self.keys) // KEY_BYTES
+
+    @property
+    def last_key(self) -> bytes:
+        """The key that the blocks behind this node follow."""
+        return bytes(self.keys[-KEY_BYTES:]) or self.tree.key
+
+    def block_keys(self, start: int = 0) -> list[BlockKey]:
+        """The keys of its blocks from number `start` on."""
+        first, end = start * KEY_BYTES, len(self.keys)
+        return [
+            BlockKey(bytes(self.keys[at : at + KEY_BYTES])) for at in range(first, end, KEY_BYTES)
+        ]
+
+    def is_in(self, tier: int) -> bool:
+        return bool(self.tiers >> tier & 1)
 
     def child(self, first_block: bytes) -> Node | None:
         place = bisect_left(self.first_blocks, first_block)
@@ -70,11 +104,29 @@ class Node:
         self.first_blocks.insert(place, first_block)
         self.children.insert(place, child)
         child.parent = self
+        self._count(child.tiers, 1)
 
     def remove_child(self, child: Node) -> None:
         place = bisect_left(self.first_blocks, bytes(child.tokens[: self.tree.block_bytes]))
         assert self.children[place] is child
         del self.first_blocks[place], self.children[place]
+        self._count(child.tiers, -1)
+
+    def enter(self, tier: int) -> None:
+        """A tier has these blocks from here on; the node is listed by its parent."""
+        assert not self.is_in(tier)
+        self.tiers |= 1 << tier
+        _parent(self).num_children[tier] += 1
+
+    def leave(self, tier: int) -> None:
+        assert self.is_in(tier)
+        self.tiers &= ~(1 << tier)
+        _parent(self).num_children[tier] -= 1
+
+    def _count(self, tiers: int, change: int) -> None:
+        for tier in range(len(self.num_children)):
+            if tiers >> tier & 1:
+                self.num_children[tier] += change
 
     def path(self) -> list[Node]:
         """The nodes from below the root to this one."""
@@ -104,35 +156,62 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Pages of blocks that left the tree, descendants first: free now, or with who holds them."""
+    """Blocks that left the tree, descendants first; pages free now, or with who holds them.
+
+    `keys` are those of all of them.
+    """
 
     free: Pages
     held: Pages
+    keys: list[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Blocks of which a tier's copy went, the last one first; pages where it was memory's."""
+
+    pages: Pages
+    keys: list[BlockKey]
 
 
 class Tree:
-    """The blocks of one namespace. Its unlocked nodes stand in the LRU, the others do not.
+    """The blocks of one namespace, of key `key`.
 
     "Tokens" here are rows of `row_bytes` each: a token's id and, where a namespace has extras, what
     else tells its position from another (`rows.py`). The tree compares them whole.
+
+    `unsaved` has for each tier the nodes in memory that shall have a copy there and have none yet,
+    in the order in which they came.
     """
 
-    def __init__(self, block_size: int, row_bytes: int, lru: Lru) -> None:
+    def __init__(self, key: bytes, block_size: int, row_bytes: int, num_tiers: int = 1) -> None:
+        self.key = key
         self.row_bytes = row_bytes
         self.block_bytes = block_size * row_bytes
-        self.root = Node(self, b"", ())
-        self.num_blocks = 0
+        self.lrus = [Lru(tier) for tier in range(num_tiers)]
+        self.unsaved: list[dict[Node, None]] = [{} for _ in range(num_tiers)]
+        self.counts = [0] * num_tiers
         self.num_nodes = 0
-        self._lru = lru
+        self.root = Node(self, b"", b"")
 
-    def find(self, tokens: Tokens, start: Node | None = None) -> Found:
-        """The longest prefix of whole blocks of `tokens` below `start` (the root unless said)."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in memory."""
+        return self.counts[MEMORY]
+
+    # --- finding ---
+
+    def find(self, tokens: Tokens, start: Node | None = None, *, anywhere: bool = False) -> Found:
+        """The longest prefix of whole blocks of `tokens` below `start` (the root unless said).
+
+        Of blocks in memory; with `anywhere`, of those that any tier has.
+        """
         node = start or self.root
         width = self.block_bytes
         at, end = 0, len(tokens) - len(tokens) % width
         while at < end:
             child = node.child(tokens[at : at + width])
-            if child is None:
+            if child is None or not (anywhere or child.pages):
                 break
             node, piece = child, tokens[at : min(end, at + len(child.tokens))]
             if node.tokens != piece:
@@ -142,22 +221,34 @@ class Tree:
         return Found(node, node.num_blocks, at // width)
 
     def find_tail(self, end: Node, rest: Tokens) -> tuple[Found, int] | None:
-        """The block behind `end` that agrees longest with `rest`, and in how many tokens.
+        """The block in memory behind `end` that agrees longest with `rest`, and in how many tokens.
 
         For what `find` left over: no block agrees whole. None where none agrees in a single token.
         """
         rest = rest[: self.block_bytes]
         # Children are sorted by their bytes: who agrees longest stands beside where `rest` would.
         place = bisect_left(end.first_blocks, rest)
-        common, child = max(
-            (
-                (_common_rows(end.first_blocks[near], rest, self.row_bytes), near)
-                for near in (place - 1, place)
-                if 0 <= near < len(end.children)
-            ),
-            default=(0, 0),
-        )
-        return (Found(end.children[child], 1, 0), common) if common else None
+        sides = (range(place - 1, -1, -1), range(place, len(end.children)))
+        common, near = max(self._nearest(end, rest, side) for side in sides)
+        return (Found(end.children[near], 1, 0), common) if common else None
+
+    def _nearest(self, end: Node, rest: Tokens, places: range) -> tuple[int, int]:
+        """Of children, nearest first: in how many tokens the first one in memory agrees, and it."""
+        for place in places:
+            common = _common_rows(end.first_blocks[place], rest, self.row_bytes)
+            if end.children[place].pages or not common:
+                return common, place
+        return 0, 0
+
+    def nodes(self, top: Node | None = None) -> Iterator[Node]:
+        """Every node below `top` (the root unless said), parents before children."""
+        waiting = list((top or self.root).children)
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children)
+
+    # --- holding ---
 
     def lock(self, found: Found, below: Node | None = None) -> Node:
         """Lock the found path, from `below` (the root unless said) on; the node that ends it.
@@ -171,13 +262,14 @@ class Tree:
         node = end
         while node is not top:
             if node.locks == 0:
-                self._lru.discard(node)  # the upper part of a split is not there
+                for lru in self._lrus_of(node):
+                    lru.discard(node)
             node.locks += 1
             node = _parent(node)
         return end
 
-    def unlock(self, end: Node, touch: int, above: Node | None = None) -> Pages:
-        """Unlock a path, leaf first; what nobody else holds becomes the most recent, as `touch`.
+    def unlock(self, end: Node, touch: int | None = None, above: Node | None = None) -> Pages:
+        """Unlock a path; what nobody else holds becomes the most recent, as `touch`, if that is so.
 
         With `above`, a node of the path, only what lies below it. Returns the pages of detached
         blocks that nobody holds any more, the last one first.
@@ -192,16 +284,16 @@ class Tree:
                 gone.append(_backwards(node))
                 _unlist(node)
             elif node.locks == 0:
-                node.stamp = touch
-                # A chain of only children was last touched together, so it may be one node.
-                if unlocked and node.children == unlocked[-1][-1:]:
+                node.stamp = node.stamp if touch is None else touch
+                if unlocked and _may_be_one(node, unlocked[-1][-1]):
                     unlocked[-1].append(node)
                 else:
                     unlocked.append([node])
             node = parent
-        for chain in unlocked:
-            self._merge(chain)
-            self._lru.add(chain[0])
+        for alike in unlocked:
+            self._merge(alike)
+            for lru in self._lrus_of(alike[0]):
+                lru.add(alike[0])
         return np.concatenate(gone) if gone else np.empty(0, np.int64)
 
     def node_at(self, end: Node, num_blocks: int) -> Node:
@@ -215,76 +307,233 @@ class Tree:
             left -= node.num_blocks
         return end
 
-    def append(self, end: Node, tokens: Tokens, pages: Sequence[int]) -> Node:
-        """Add blocks behind a locked path, none of which is there; the node that ends it now.
+    # --- adding ---
 
-        The caller's lock covers them. A leaf that it alone holds grows; a node that others lock
-        too gets a child, else they would lock more than they found.
+    def append(self, end: Node, tokens: Tokens, pages: Sequence[int]) -> Node:
+        """Add blocks behind a locked path, none of which memory has; the node that ends it now.
+
+        Those that a store has get their pages; the others are new. The caller's lock covers them.
         """
-        self.num_blocks += len(pages)
-        if end.locks == 1 and not end.children and end is not self.root:
+        width = self.block_bytes
+        while pages and (child := end.child(tokens[:width])) is not None:
+            common = self._common_blocks(child, tokens[: len(child.tokens)])
+            if common < child.num_blocks:
+                child = self._split(child, common)
+            self._fill(child, pages[:common])
+            tokens, pages, end = tokens[common * width :], pages[common:], child
+        return self._grow(end, tokens, pages) if pages else end
+
+    def _fill(self, node: Node, pages: Sequence[int]) -> None:
+        """A node that only stores have comes to memory, and is locked by who brings it."""
+        for lru in self._lrus_of(node):
+            lru.discard(node)
+        node.pages.extend(pages)
+        node.enter(MEMORY)
+        node.locks = 1
+        self.counts[MEMORY] += len(pages)
+
+    def _grow(self, end: Node, tokens: Tokens, pages: Sequence[int]) -> Node:
+        """A leaf of memory alone, which the caller alone holds, grows; else there is a new node.
+
+        A node that others lock too must not grow: they would lock more than they found.
+        """
+        self.counts[MEMORY] += len(pages)
+        keys = b"".join(chain(end.last_key, tokens, self.block_bytes))
+        is_own = end.locks == 1 and end.tiers == 1 << MEMORY
+        if is_own and not end.children:
             end.tokens += tokens
+            end.keys += keys
             end.pages.extend(pages)
             return end
-        node = Node(self, tokens, pages)
+        node = self._add(end, tokens, keys, (MEMORY,), pages)
         node.locks = 1
-        end.add_child(node)
+        return node
+
+    def recover(
+        self, end: Node, tokens: Tokens, keys: bytes, tier: int, pages: Sequence[int] = ()
+    ) -> Node:
+        """A tier has these blocks, which follow `end`; the node that ends them.
+
+        For a tree that nobody uses yet: nothing is locked. What is known of them already is so of
+        the first of them, and in another tier.
+        """
+        width = self.block_bytes
+        while tokens and (child := end.child(tokens[:width])) is not None:
+            common = self._common_blocks(child, tokens[: len(child.tokens)])
+            if common < child.num_blocks:
+                child = self._split(child, common)
+            child.pages.extend(pages[:common])
+            child.enter(tier)
+            self.counts[tier] += common
+            self.lrus[tier].add(child)
+            tokens, keys = tokens[common * width :], keys[common * KEY_BYTES :]
+            pages, end = pages[common:], child
+        if tokens:
+            end = self._add(end, tokens, keys, (tier,), pages)
+            self.counts[tier] += end.num_blocks
+            self.lrus[tier].add(end)
+        return end
+
+    def _add(
+        self,
+        parent: Node,
+        tokens: Tokens,
+        keys: bytes,
+        tiers: Iterable[int],
+        pages: Sequence[int],
+    ) -> Node:
+        node = Node(self, tokens, keys, pages)
+        for tier in tiers:
+            node.tiers |= 1 << tier
+        parent.add_child(node)
         self.num_nodes += 1
         return node
 
-    def cut(self, leaf: Node, num_blocks: int) -> Pages:
-        """Remove blocks from the end of an unlocked leaf; their pages, the last one first."""
-        assert not leaf.children
+    # --- copies in stores ---
+
+    def admit(self, end: Node, tier: int) -> None:
+        """The blocks of a path in memory shall have copies in a store, where they have none."""
+        missing = []
+        node = end
+        while node is not self.root and not node.is_in(tier):
+            missing.append(node)
+            node = _parent(node)
+        for node in reversed(missing):
+            if not node.saving >> tier & 1 and not node.detached:
+                self.unsaved[tier].setdefault(node)
+
+    def begin_saving(self, node: Node, num_blocks: int, tier: int) -> Node:
+        """Lock the first blocks of an unsaved node until `end_saving`; the node that has them.
+
+        What else of its path has no copy comes before it, by calls of its own.
+        """
+        node = self.lock(Found(node, num_blocks, 0))
+        del self.unsaved[tier][node]
+        node.saving |= 1 << tier
+        return node
+
+    def end_saving(
+        self, end: Node, num_blocks: int, tier: int, *, saved: bool
+    ) -> tuple[int, Pages]:
+        """The copies of the last blocks of a path are there, or will not be.
+
+        How many blocks count as saved, those whose ancestors are; and the pages of detached blocks
+        that nobody holds any more.
+        """
+        nodes = []
+        node, left = end, num_blocks
+        while left:
+            nodes.append(node)
+            left -= node.num_blocks
+            node = _parent(node)
+        count = 0
+        for node in reversed(nodes):
+            node.saving &= ~(1 << tier)
+            if node.detached:
+                continue
+            parent = _parent(node)
+            if saved and (parent is self.root or parent.is_in(tier)):
+                node.enter(tier)
+                self.counts[tier] += node.num_blocks
+                count += node.num_blocks
+            else:
+                self.unsaved[tier][node] = None
+        return count, self.unlock(end)
+
+    def stored(self, end: Node, tokens: Tokens, max_blocks: int) -> tuple[int, list[BlockKey]]:
+        """The next blocks of these tokens that memory does not have and a store has, and which."""
+        keys: list[BlockKey] = []
+        store, width = MEMORY, self.block_bytes
+        while len(keys) < max_blocks and (child := end.child(tokens[:width])) is not None:
+            tier = (child.tiers & -child.tiers).bit_length() - 1
+            if tier == MEMORY or (keys and tier != store):
+                break
+            store = tier
+            common = self._common_blocks(child, tokens[: len(child.tokens)])
+            keys += child.block_keys()[:common]
+            if common < child.num_blocks:
+                break
+            tokens, end = tokens[len(child.tokens) :], child
+        return store, keys[:max_blocks]
+
+    # --- removing ---
+
+    def cut(self, leaf: Node, num_blocks: int, tier: int = MEMORY) -> Cut:
+        """A tier forgets blocks at the end of an unlocked leaf of its own.
+
+        What another tier has stays in the tree.
+        """
+        assert not leaf.num_children[tier]
         assert not leaf.locks
         keep = leaf.num_blocks - num_blocks
-        pages = _backwards(leaf, keep)
-        self.num_blocks -= num_blocks
-        if keep == 0:
-            self._lru.discard(leaf)
-            _parent(leaf).remove_child(leaf)
-            leaf.parent = None
+        if keep and leaf.tiers != 1 << tier:
+            self._split(leaf, keep)  # the leaf is its own lower part from here on
+            keep = 0
+        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1])
+        self.counts[tier] -= num_blocks
+        self.lrus[tier].shorten(num_blocks)
+        if keep:
+            del leaf.pages[keep:], leaf.tokens[keep * self.block_bytes :]
+            del leaf.keys[keep * KEY_BYTES :]
+            return cut
+        parent = _parent(leaf)
+        leaf.leave(tier)
+        if tier == MEMORY:
+            del leaf.pages[:]
+            self._forget_unsaved(leaf)
+        if not leaf.tiers:
+            _unlist(leaf)
             self.num_nodes -= 1
-        else:
-            self._lru.shorten(num_blocks)
-        del leaf.pages[keep:], leaf.tokens[keep * self.block_bytes :]
-        return pages
+        self.lrus[tier].offer(parent)
+        return cut
 
     def detach(self, node: Node, keep: int = 0) -> Gone:
         """Take what lies behind the first `keep` blocks of a node out of the tree.
 
         What is locked there is still held by who locked it, but found no more.
         """
-        if keep and node.locks:
+        if keep:
             self._split(node, keep)  # the node is its own lower part from here on
-            keep = 0
-        free, held = [], []
+        top = _parent(node) if node is not self.root else node
         below = list(self.nodes(node))
-        if not keep and node is not self.root:
+        if node is not self.root:
             below.insert(0, node)
             _unlist(node)
+        free, held, keys = [], [], []
         for one in reversed(below):
-            self.num_blocks -= one.num_blocks
-            self.num_nodes -= 1
+            self._uncount(one)
+            keys += one.block_keys()[::-1]
             if one.locks:
                 one.detached = True
                 held.append(_backwards(one))
             else:
-                self._lru.discard(one)
                 free.append(_backwards(one))
             if not one.locks or one.parent is self.root:
                 _unlist(one)
-        if keep:
-            free.append(self.cut(node, node.num_blocks - keep))
+            one.tiers = 0
+        for lru in self._lrus_of(top):
+            lru.offer(top)
         nothing = np.empty(0, np.int64)
-        return Gone(np.concatenate((*free, nothing)), np.concatenate((*held, nothing)))
+        return Gone(np.concatenate((*free, nothing)), np.concatenate((*held, nothing)), keys)
 
-    def nodes(self, top: Node | None = None) -> Iterator[Node]:
-        """Every node below `top` (the root unless said), parents before children."""
-        waiting = list((top or self.root).children)
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.children)
+    def _uncount(self, node: Node) -> None:
+        """A node leaves the tree, and every tier with it."""
+        self.num_nodes -= 1
+        self._forget_unsaved(node)
+        for tier, lru in enumerate(self.lrus):
+            if node.is_in(tier):
+                self.counts[tier] -= node.num_blocks
+                if not node.locks:
+                    lru.discard(node)
+
+    def _forget_unsaved(self, node: Node) -> None:
+        for unsaved in self.unsaved:
+            unsaved.pop(node, None)
+
+    # --- shape ---
+
+    def _lrus_of(self, node: Node) -> Iterable[Lru]:
+        return [lru for lru in self.lrus if node.is_in(lru.tier)]
 
     def _common_blocks(self, node: Node, tokens: bytes) -> int:
         if node.tokens.startswith(tokens):
@@ -294,18 +543,25 @@ class Tree:
         )
 
     def _split(self, node: Node, num_blocks: int) -> Node:
-        """Cut a node in two; returns the upper part, which is new and locked or about to be.
+        """Cut a node in two; returns the upper part, which is new.
 
         The lower part stays the same object: whoever locked the node still ends at its end.
         """
         parent = _parent(node)
         place = num_blocks * self.block_bytes
         is_listed = _unlist(node)
-        upper = Node(self, bytes(node.tokens[:place]), node.pages[:num_blocks])
-        upper.locks, upper.detached = node.locks, node.detached
-        if node in self._lru:
-            self._lru.shorten(num_blocks)
-        del node.tokens[:place], node.pages[:num_blocks]
+        upper = Node(
+            self,
+            bytes(node.tokens[:place]),
+            bytes(node.keys[: num_blocks * KEY_BYTES]),
+            node.pages[:num_blocks],
+        )
+        upper.locks, upper.detached, upper.stamp = node.locks, node.detached, node.stamp
+        upper.tiers, upper.saving = node.tiers, node.saving
+        for unsaved in self.unsaved:
+            if node in unsaved:
+                unsaved[upper] = None
+        del node.tokens[:place], node.keys[: num_blocks * KEY_BYTES], node.pages[:num_blocks]
         upper.add_child(node)
         upper.parent = parent
         if is_listed:
@@ -314,19 +570,36 @@ class Tree:
             self.num_nodes += 1
         return upper
 
-    def _merge(self, chain: Sequence[Node]) -> None:
+    def _merge(self, nodes: Sequence[Node]) -> None:
         """Join nodes, each the only child of the next, into the first and lowest of them."""
-        if len(chain) == 1:
+        if len(nodes) == 1:
             return
-        self.num_nodes -= len(chain) - 1
-        lowest, parent = chain[0], _parent(chain[-1])
-        parent.remove_child(chain[-1])
-        lowest.tokens = bytearray().join(node.tokens for node in reversed(chain))
+        self.num_nodes -= len(nodes) - 1
+        lowest, parent = nodes[0], _parent(nodes[-1])
+        parent.remove_child(nodes[-1])
+        lowest.tokens = bytearray().join(node.tokens for node in reversed(nodes))
+        lowest.keys = bytearray().join(node.keys for node in reversed(nodes))
         pages = array("q")
-        for node in reversed(chain):
+        for node in reversed(nodes):
             pages.extend(node.pages)
         lowest.pages = pages
+        for node in nodes[1:]:
+            node.tiers = 0
+            self._forget_unsaved(node)
         parent.add_child(lowest)
+
+
+def _may_be_one(node: Node, below: Node) -> bool:
+    """Whether a node and its only child, both just unlocked, are alike in all but their blocks.
+
+    They were last touched together, so one node makes the LRU no coarser.
+    """
+    tree = node.tree
+    return (
+        node.children == [below]
+        and (node.tiers, node.stamp) == (below.tiers, below.stamp)
+        and all((node in unsaved) == (below in unsaved) for unsaved in tree.unsaved)
+    )
 
 
 def _unlist(node: Node) -> bool:

@@ -50,10 +50,3 @@ def rows_of(tokens: Tokens, extras: Extras, first: int, width: int) -> bytes:
         seen.add(place)
         rows[place, TOKEN_BYTES:] = np.frombuffer(digest, np.uint8)
     return rows.tobytes()
-
-
-def tokens_of(rows: bytes, width: int) -> Tokens:
-    """The token ids alone."""
-    if width == TOKEN_BYTES:
-        return rows
-    return np.frombuffer(rows, np.uint8).reshape(-1, width)[:, :TOKEN_BYTES].tobytes()

@@ -30,6 +30,7 @@ from kvd.cache.plan import (
     DropAnswer,
     Ended,
     Granted,
+    Lacking,
     Matched,
     Pinned,
     Plan,
@@ -38,21 +39,33 @@ from kvd.cache.plan import (
     Reserved,
     Short,
 )
-from kvd.cache.policy import Lru
-from kvd.cache.radix import Found, Tree
-from kvd.cache.rows import row_bytes, tokens_of
-from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
+from kvd.cache.radix import Found, Gone, Node, Tree
+from kvd.cache.stores import Stores, StoreState
+from kvd.protocol.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Dropped,
+    LeaseEnded,
+    LimitExceeded,
+    OutOfPages,
+)
 from kvd.protocol.messages import Tail
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.config import CacheConfig, LimitConfig
     from kvd.protocol.codec import Tokens
-    from kvd.protocol.keys import Identity
+    from kvd.protocol.keys import Identity, NamespaceInfo
     from kvd.protocol.layout import Layout
 
 
+# Of blocks in stores, so many at most are read before those that came are looked at.
+MAX_PROMOTED = 1024
+
+
 class CacheState:
-    """All that the cache knows of one memory tier of `capacity_bytes`."""
+    """All that the cache knows: one memory tier of `capacity_bytes`, and the stores below it."""
 
     def __init__(
         self,
@@ -60,10 +73,13 @@ class CacheState:
         num_slots: int,
         config: CacheConfig,
         limits: LimitConfig,
+        stores: Sequence[StoreState] = (),
     ) -> None:
         self.limits = limits
         self.counters: Counter[str] = Counter()
         self.memory = Memory(capacity_bytes, config, self.counters)
+        self.stores = Stores(stores, self.memory, self.counters)
+        self._num_tiers = 1 + len(stores)
         self.namespaces: dict[int, Namespace] = {}
         self.leases = LeaseTable(num_slots)
         self.pins = PinTable(
@@ -79,17 +95,25 @@ class CacheState:
 
     # --- arenas and namespaces ---
 
-    def find_arena(self, layout: Layout) -> ArenaState | None:
+    def find_arena(self, layout: Layout, row_bytes: int) -> ArenaState | None:
+        wanted = layout, row_bytes
         arenas = self.memory.arenas.values()
-        return next((arena for arena in arenas if arena.layout == layout), None)
+        return next((arena for arena in arenas if (arena.layout, arena.row_bytes) == wanted), None)
 
     def add_arena(
-        self, layout: Layout, num_pages: int, extent_pages: int, record_bytes: int = 0
+        self,
+        layout: Layout,
+        row_bytes: int,
+        num_pages: int,
+        extent_pages: int,
+        record_bytes: int = 0,
     ) -> ArenaState:
         """An arena without memory."""
         number = self._num_arenas
         self._num_arenas += 1
-        arena = ArenaState(number, layout, PagePool(num_pages, extent_pages), record_bytes)
+        arena = ArenaState(
+            number, layout, row_bytes, PagePool(num_pages, extent_pages), record_bytes
+        )
         self.memory.arenas[number] = arena
         return arena
 
@@ -116,6 +140,13 @@ class CacheState:
             self._forget(min(idle, key=_place), plan)
         return plan
 
+    def check_place(self, *, for_arena: bool) -> None:
+        """Raises LimitExceeded where one more namespace, and an arena for it, are too many."""
+        if len(self.namespaces) >= self.limits.namespaces:
+            raise LimitExceeded(f"there are {self.limits.namespaces} namespaces already")
+        if for_arena and len(self.memory.arenas) >= self.limits.layouts:
+            raise LimitExceeded(f"there are {self.limits.layouts} layouts already")
+
     def _is_idle(self, space: Namespace) -> bool:
         """Nobody has it open, and nobody holds anything in it."""
         return not space.sessions and space.num_pages == space.lru.num_blocks
@@ -129,13 +160,39 @@ class CacheState:
         )
 
     def _forget(self, space: Namespace, plan: Plan) -> None:
-        self.memory.clear(space, plan)
+        self._remove(space, space.tree.detach(space.tree.root), plan)
         space.arena.namespaces.remove(space)
         del self.namespaces[space.id], self._by_key[space.key]
 
-    def knows(self, key: bytes) -> bool:
-        """Whether there is a namespace of this key."""
-        return key in self._by_key
+    @property
+    def next_number(self) -> int:
+        """The number of the namespace that is made next."""
+        return self._num_opened + 1
+
+    def find_namespace(self, key: bytes) -> Namespace | None:
+        return self._by_key.get(key)
+
+    def restore_namespace(
+        self, number: int, info: NamespaceInfo, arena: ArenaState, quota: Quota
+    ) -> Namespace:
+        """A namespace of an earlier epoch, which no session has open yet."""
+        self._num_opened = max(self._num_opened, number)
+        return self._add_namespace(number, info.key, info.identity, info.salt, arena, quota)
+
+    def _add_namespace(
+        self,
+        number: int,
+        key: bytes,
+        identity: Identity,
+        salt: str,
+        arena: ArenaState,
+        quota: Quota,
+    ) -> Namespace:
+        tree = Tree(key, arena.layout.block_size, arena.row_bytes, self._num_tiers)
+        space = Namespace(number, key, identity, salt, arena, tree, quota)
+        self._by_key[key] = self.namespaces[number] = space
+        arena.namespaces.append(space)
+        return space
 
     def open_namespace(
         self,
@@ -145,7 +202,6 @@ class CacheState:
         salt: str,
         arena: ArenaState,
         *,
-        extras: bool = False,
         quota: Quota = NO_QUOTA,
     ) -> Namespace:
         """The namespace of this key, made at its first use; the session has it open from here on.
@@ -160,11 +216,7 @@ class CacheState:
             if guaranteed + quota.guaranteed_bytes > self.memory.capacity_bytes:
                 raise LimitExceeded("the quotas guarantee more than the capacity: lower them")
             self._num_opened += 1
-            lru = Lru()
-            tree = Tree(arena.layout.block_size, row_bytes(extras=extras), lru)
-            space = Namespace(self._num_opened, key, identity, salt, arena, tree, lru, quota)
-            self._by_key[key] = self.namespaces[space.id] = space
-            arena.namespaces.append(space)
+            space = self._add_namespace(self._num_opened, key, identity, salt, arena, quota)
         space.sessions.add(session)
         return space
 
@@ -209,10 +261,11 @@ class CacheState:
         if known := self._known(session, lease_id, namespace, asked, plan):
             return known
         tree = namespace.tree
-        lease = self._grant(session, lease_id, namespace, asked, tree.find(tokens), now)
+        found = self._find(namespace, tokens)
+        lease = self._grant(session, lease_id, namespace, asked, found, now)
+        self.stores.admit(namespace, lease.node, is_new=False)
         if exact_tail:
             self._lock_tail(lease, tokens[lease.num_blocks * tree.block_bytes :])
-        self._count_match(lease, len(tokens) // tree.row_bytes)
         return self._answer(lease, plan)
 
     def fork(self, session: int, lease_id: int, source: Lease, now: float = 0.0) -> Matched:
@@ -272,19 +325,104 @@ class CacheState:
         runs = runs_of(lease.node.path_pages()[: lease.num_matched])
         return Matched(lease, runs, lease.tail, plan)
 
+    def _find(self, space: Namespace, tokens: Tokens, start: Node | None = None) -> Found:
+        """The longest prefix in memory that may be served."""
+        found = space.tree.find(tokens, start)
+        if space.arena.unverified and (pages := self._unverified(space, found)):
+            end = min(pages) * space.tree.block_bytes
+            return space.tree.find(tokens[:end], start)
+        return found
+
+    def _unverified(self, space: Namespace, found: Found) -> dict[int, int]:
+        """The unverified pages among the last blocks of a found path, by their place in it."""
+        return (
+            {
+                place: page
+                for place, page in enumerate(_pages_to(found)[-found.total_blocks :])
+                if page in space.arena.unverified
+            }
+            if found.total_blocks
+            else {}
+        )
+
+    def lacking(
+        self, space: Namespace, tokens: Tokens, start: Node | None = None
+    ) -> Lacking | None:
+        """What must be done before more of these tokens are in memory and may be served.
+
+        First pages are to be verified, then blocks to be read from a store. None where nothing is.
+        """
+        found = space.tree.find(tokens, start)
+        if space.arena.unverified and (pages := self._unverified(space, found)):
+            return Lacking(np.array(list(pages.values()), np.int64))
+        if self._num_tiers == 1 or found.num_blocks < found.node.num_blocks:
+            return None
+        rest = tokens[found.total_blocks * space.tree.block_bytes :]
+        tier, keys = space.tree.stored(found.node, rest, MAX_PROMOTED)
+        if keys and self.stores.may_read(tier):
+            return Lacking(np.empty(0, np.int64), tier, keys)
+        return None
+
+    def extend(self, lease: Lease, tokens: Tokens, *, exact_tail: bool = False) -> Matched:
+        """Lease what became resident behind a match of these tokens that committed nothing yet."""
+        space = lease.namespace
+        at = lease.num_blocks * space.tree.block_bytes
+        if lease.num_blocks != lease.num_matched or lease.node.path_tokens() != tokens[:at]:
+            raise BadRequest("extend: the lease is of other tokens, or has committed some")
+        plan: Plan = []
+        if not lease.node.detached:
+            found = self._find(space, tokens[at:], lease.node)
+            if found.total_blocks:
+                self._unlock_tail(lease, plan)
+                lease.node = space.tree.lock(found, below=lease.node)
+                lease.num_blocks += found.total_blocks
+                lease.num_matched = lease.num_blocks
+                self.stores.admit(space, lease.node, is_new=False)
+            if exact_tail and lease.tail is None:
+                self._lock_tail(lease, tokens[lease.num_blocks * space.tree.block_bytes :])
+        return self._answer(lease, plan)
+
     def _lock_tail(self, lease: Lease, rest: Tokens) -> None:
         if found := lease.namespace.tree.find_tail(lease.node, rest):
             place, num_tokens = found
+            if place.node.pages[0] in lease.namespace.arena.unverified:
+                return
             lease.tail_node = lease.namespace.tree.lock(place)
             lease.tail = Tail(lease.tail_node.pages[0], num_tokens)
 
-    def _count_match(self, lease: Lease, num_tokens: int) -> None:
+    def lacks_more(self, lease: Lease, tokens: Tokens) -> bool:
+        """Whether more of these tokens than a match of them leased could be had in time."""
+        space = lease.namespace
+        if space.arena.unverified:
+            return self.lacking(space, tokens) is not None
+        rest = tokens[lease.num_blocks * space.tree.block_bytes :]
+        if self._num_tiers == 1 or len(rest) < space.tree.block_bytes or lease.node.detached:
+            return False
+        tier, keys = space.tree.stored(lease.node, rest, 1)
+        return bool(keys) and self.stores.may_read(tier)
+
+    def num_pending(self, lease: Lease, tokens: Tokens) -> int:
+        """How many of these tokens, right behind those of a match, a store has."""
+        space = lease.namespace
+        rest = tokens[lease.num_blocks * space.tree.block_bytes :]
+        if self._num_tiers == 1 or lease.node.detached:
+            return 0
+        keys = space.tree.stored(lease.node, rest, len(rest) // space.tree.block_bytes)[1]
+        return len(keys) * space.arena.layout.block_size
+
+    def count_match(self, lease: Lease, num_tokens: int) -> None:
+        """A match of so many tokens was answered."""
         hit_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
         hit_tokens += lease.tail.num_tokens if lease.tail else 0
         self.counters["matches"] += 1
         self.counters["match_hits" if hit_tokens else "match_misses"] += 1
         self.counters["tokens_requested"] += num_tokens
         self.counters["tokens_matched"] += hit_tokens
+
+    def hold(self, number: int, space: Namespace, tokens: Tokens, now: float) -> Lease:
+        """A lease of the daemon's own on what memory has of these tokens."""
+        found = self._find(space, tokens)
+        return self._grant(OWN_SESSION, number, space, b"", found, now)
 
     # --- reserve ---
 
@@ -353,7 +491,7 @@ class CacheState:
         There are three kinds, in this order: blocks this lease committed before (a repeat gets the
         first answer), blocks that others committed meanwhile (theirs stay, the caller's copies are
         private until its release), and new ones. Raises Dropped where a drop was between: what the
-        lease knows is older.
+        lease knows is older; and DeadlineExceeded where blocks that are there are unverified.
         """
         tree = lease.namespace.tree
         if len(tokens) != len(pages) * tree.block_bytes:
@@ -367,10 +505,13 @@ class CacheState:
         fresh = pages[repeated:]
         if len(set(fresh.tolist())) != len(fresh) or not lease.reserved.issuperset(fresh.tolist()):
             raise BadRequest("a committed page must be reserved by its lease and named once")
+        rest = tokens[repeated * tree.block_bytes :]
+        if self._unverified(lease.namespace, tree.find(rest, lease.node)):
+            raise DeadlineExceeded("blocks that are there were not verified in time: commit again")
         if len(fresh) and (lease.drops != lease.namespace.generation or lease.node.detached):
             raise Dropped("blocks of this namespace were dropped since the lease was granted")
         plan: Plan = []
-        self._append(lease, fresh, tokens[repeated * tree.block_bytes :], plan)
+        self._append(lease, fresh, rest, plan)
         self._unlock_tail(lease, plan)
         now_in = lease.node.path_pages()[first_block : first_block + len(pages)]
         return CommitAnswer(now_in, int((now_in != pages).sum()), plan)
@@ -392,6 +533,7 @@ class CacheState:
         if present < len(pages):
             rest = tokens[present * tree.block_bytes :]
             plan.append(self._insert(lease, pages[present:], rest))
+            self.stores.admit(lease.namespace, lease.node, is_new=True)
 
     def _insert(self, lease: Lease, pages: Pages, tokens: Tokens) -> Committed:
         space, first_block = lease.namespace, lease.num_blocks
@@ -402,8 +544,7 @@ class CacheState:
         self._take_reserved(lease, listed)
         space.arena.pool.move(pages, PageState.RESERVED, PageState.COMMITTED)
         self.counters["blocks_committed"] += len(listed)
-        ids = tokens_of(tokens, space.tree.row_bytes)
-        return Committed(space.arena.id, pages, parent, first_block, ids, space.id)
+        return Committed(space.arena.id, pages, parent, first_block, tokens, space.id)
 
     # --- ends ---
 
@@ -552,24 +693,49 @@ class CacheState:
         tree = space.tree
         plan: Plan = []
         space.generation += 1
+        before = list(tree.counts)
         if tokens:
-            found = tree.find(tokens[: (from_block + 1) * tree.block_bytes])
+            found = tree.find(tokens[: (from_block + 1) * tree.block_bytes], anywhere=True)
             if found.total_blocks <= from_block:
-                return DropAnswer(0, 0, plan)
+                return DropAnswer([0] * self._num_tiers, 0, plan)
             gone = tree.detach(found.node, found.num_blocks - 1)
         else:
             gone = tree.detach(tree.root)
+        self._remove(space, gone, plan)
+        num_detached = int((space.arena.pool.states[gone.held] == PageState.DETACHED).sum())
+        self.counters["blocks_dropped"] += len(gone.keys)
+        num_blocks = [old - new for old, new in zip(before, tree.counts, strict=True)]
+        return DropAnswer(num_blocks, num_detached, plan)
+
+    def remove(self, space: Namespace, tokens: Tokens) -> Plan:
+        """The last block of these tokens is no good any more: it goes, with all that follows it.
+
+        The prefix before it stays. Nothing where it went meanwhile.
+        """
+        plan: Plan = []
+        tree = space.tree
+        found = tree.find(tokens, anywhere=True)
+        if found.total_blocks * tree.block_bytes == len(tokens):
+            gone = tree.detach(found.node, found.num_blocks - 1)
+            self._remove(space, gone, plan)
+        return plan
+
+    def _remove(self, space: Namespace, gone: Gone, plan: Plan) -> None:
+        """Blocks left the tree: memory and stores have them no more, but for who holds them."""
         self.memory.free(space, gone.free, plan)
         if len(gone.held):
             space.arena.pool.move(gone.held, PageState.COMMITTED, PageState.DETACHED)
             plan.append(Detached(space.arena.id, gone.held))
+        self.stores.forget_keys(space, gone.keys, plan)
         for pin in self.pins:
             if pin.node.detached:
                 self._unpin(pin, plan)
-        num_blocks = len(gone.free) + len(gone.held)
-        num_detached = int((space.arena.pool.states[gone.held] == PageState.DETACHED).sum())
-        self.counters["blocks_dropped"] += num_blocks
-        return DropAnswer(num_blocks, num_detached, plan)
+
+
+def _pages_to(found: Found) -> list[int]:
+    """The pages of a found path."""
+    above = found.node.path_pages()[: -found.node.num_blocks] if found.node.num_blocks else ()
+    return [*map(int, above), *found.node.pages[: found.num_blocks]]
 
 
 def _sorted(pages: set[int]) -> Pages:
@@ -582,5 +748,4 @@ def _place(space: Namespace) -> tuple[bool, int]:
 
 
 def _last_touch(space: Namespace) -> int:
-    hottest = space.lru.hottest()
-    return hottest.stamp if hottest else -1
+    return space.lru.last_touch

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, NewType
 
 import msgspec
+from msgspec import UNSET
 
 from kvd.protocol.errors import BadRequest
 from kvd.protocol.layout import Layout
@@ -70,11 +71,12 @@ def _digest(kind: str, *values: object) -> bytes:
 
 
 def fingerprint(identity: Identity, layout: Layout) -> bytes:
-    """SHA-256 over every field of identity and layout, by name: 32 bytes."""
+    """SHA-256 over every field of identity and layout that is set, by name: 32 bytes."""
     values: list[object] = []
     for struct in (identity, layout):
         for name in struct.__struct_fields__:
-            values += [name, getattr(struct, name)]
+            if (value := getattr(struct, name)) is not UNSET:
+                values += [name, value]
     return _digest("kvd.fingerprint.1", *values)
 
 

@@ -150,6 +150,38 @@ class ForkRequest(Request, frozen=True, tag="fork"):
     items: tuple[ForkItem, ...]
 
 
+class ExtendItem(Struct, frozen=True, omit_defaults=True):
+    """Lease what came to memory since a match of the next `num_tokens` tokens as `lease`.
+
+    The lease must not have committed anything. Waits, within the deadline, while more is on its
+    way.
+    """
+
+    lease: LeaseId
+    num_tokens: Unsigned
+    extras: Extras = ()
+
+
+class ExtendRequest(Request, frozen=True, tag="extend"):
+    """Answered as a match is."""
+
+    items: tuple[ExtendItem, ...]
+
+
+class PrefetchItem(Struct, frozen=True, omit_defaults=True):
+    """Bring to memory what stores have of the next `num_tokens` tokens; nobody waits for it."""
+
+    namespace: Unsigned
+    num_tokens: Unsigned
+    extras: Extras = ()
+
+
+class PrefetchRequest(Request, frozen=True, tag="prefetch"):
+    """Answered by done when it has begun."""
+
+    items: tuple[PrefetchItem, ...]
+
+
 class ReserveItem(Struct, frozen=True, omit_defaults=True):
     """Pages for a lease, by place: it knows of `start` pages so far and wants `stop` in all.
 
@@ -214,7 +246,7 @@ class LoadRequest(Request, frozen=True, tag="load"):
 class StoreRequest(Request, frozen=True, tag="store"):
     """Write a raw frame of bytes into pages that the lease reserved; they lie as load sends them.
 
-    Slice by slice, and within each page by page.
+    Slice by slice, and within each page by page; page by page where those are contiguous.
     """
 
     lease: LeaseId
@@ -287,6 +319,8 @@ AnyRequest: TypeAlias = (
     | ReleaseRequest
     | StatusRequest
     | ForkRequest
+    | ExtendRequest
+    | PrefetchRequest
     | LoadRequest
     | StoreRequest
     | PinRequest
@@ -366,7 +400,8 @@ class MatchResult(Struct, tag="match", frozen=True, omit_defaults=True):
     """A lease: its first `num_tokens` tokens are resident in `runs`.
 
     `reserved` are the pages behind them, or `shortage` says why there are none. The lease holds
-    while `generation` stands in its `slot` of the shared header.
+    while `generation` stands in its `slot` of the shared header. `tokens_by_tier` says where its
+    tokens were when they were asked for; `pending_tokens` behind them are still on their way.
     """
 
     num_tokens: int
@@ -376,6 +411,7 @@ class MatchResult(Struct, tag="match", frozen=True, omit_defaults=True):
     reserved: Runs = ()
     shortage: Shortage | None = None
     tokens_by_tier: dict[str, int] = {}
+    pending_tokens: int = 0
     tail: Tail | None = None
 
 

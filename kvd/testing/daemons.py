@@ -40,7 +40,11 @@ class RunningDaemon:
 
     def __init__(self, document: Mapping[str, Any], base: Path) -> None:
         """Made by `running_daemon`; `base` is a directory that this daemon has for itself."""
-        own = {"endpoint": f"ipc://{base}/kvd.sock", "directory": f"{base}/kvd"}
+        own = {
+            "endpoint": f"ipc://{base}/kvd.sock",
+            "directory": f"{base}/kvd",
+            "data_directory": f"{base}/data",
+        }
         document = own | dict(document)
         config = parse(document)
         self.endpoint = config.resolved_endpoint

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Run
 
+# What the rows of a block have at most, a token: its id and a digest of what lies beside it.
+MAX_ROW_BYTES = 36
+
 # Told of each record that is found: its place among the keys that were asked for, and its data,
 # which are good until it returns.
 Deliver: TypeAlias = Callable[[int, memoryview], None]
@@ -62,9 +65,9 @@ class Tier(ABC):
 class TierArena(ABC):
     """The memory of one layout in a memory tier, with its page table.
 
-    Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace` and `close`
-    are called from one thread at a time and never on the event loop, copies from several at once.
-    The table is written by the event loop alone.
+    Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace`,
+    `forget_namespace` and `close` are called from one thread at a time and never on the event loop,
+    copies from several at once. The table is written by the event loop alone.
     """
 
     path: Path
@@ -92,6 +95,10 @@ class TierArena(ABC):
         """
 
     @abstractmethod
+    def forget_namespace(self, number: int) -> None:
+        """No record has this number any more."""
+
+    @abstractmethod
     def back(self, run: Run) -> None:
         """Give memory to whole extents; raises TierFailed, all undone, if it is not there."""
 
@@ -112,7 +119,7 @@ class TierArena(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Who still maps the arena keeps its memory until it lets go."""
+        """Let go of it; what survives stays. Who still maps the arena keeps its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,11 @@ class MemoryTier(Tier):
 
 
 # --- stores ----------------------------------------------------------------------------------
+
+
+def most_about_bytes(layout: Layout) -> int:
+    """What a record's `about` has at most: the block's rows, and 256 bytes beside them."""
+    return layout.block_size * MAX_ROW_BYTES + 256
 
 
 @dataclass(frozen=True, slots=True)

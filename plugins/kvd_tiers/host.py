@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
+from kvd.arena.about import VERSION, About, read_about, write_about
 from kvd.arena.base import GROUP_PAGES
+from kvd.arena.files import boot_id, find_file
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import PageTableFile, record_bytes
+from kvd.arena.page_table import PageTableFile, record_bytes, table_bytes
+from kvd.arena.runs import runs_of
 from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import Adopted, MemoryTier, TierArena
@@ -28,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
+SUFFIXES = (".arena", ".pages", ".about")
 # What is kept of a page may be this large beside it.
 MAX_RECORD_FRACTION = 0.5
 
@@ -40,27 +47,18 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostTierArena(TierArena):
-    """One arena file and its page table file."""
+    """Three files: the pages, their table, and what both are."""
 
-    def __init__(
-        self, path: Path, layout: Layout, row_bytes: int, num_pages: int, extent_pages: int
-    ) -> None:
+    def __init__(self, path: Path, about: About, arena: HostArena, records: PageTableFile) -> None:
         self.path = path
-        self.layout = layout
-        self.row_bytes = row_bytes
-        self.num_pages = num_pages
-        self.extent_pages = extent_pages
-        table_path = path.with_suffix(".pages")
-        try:
-            self._arena = HostArena(path, layout, num_pages)
-        except OSError as error:
-            raise TierFailed(f"{path} cannot be made: {error.strerror}") from error
-        try:
-            self._records = PageTableFile(table_path, layout, num_pages)
-        except OSError as error:
-            self._arena.close()
-            raise TierFailed(f"no memory for the page table {table_path}: {error}") from error
-        self.table = self._records.table
+        self.layout = about.layout
+        self.row_bytes = about.row_bytes
+        self.num_pages = about.num_pages
+        self.extent_pages = about.extent_pages
+        self.table = records.table
+        self._about = about
+        self._arena = arena
+        self._records = records
 
     @property
     def backed_bytes(self) -> int:
@@ -87,7 +85,16 @@ class HostTierArena(TierArena):
             raise TierFailed(f"memory of {self.path} cannot be taken back: {error}") from error
 
     def note_namespace(self, number: int, info: NamespaceInfo) -> None:
-        pass
+        about = replace(self._about, namespaces={**self._about.namespaces, number: info})
+        try:
+            write_about(_about_path(self.path), about)
+        except OSError as error:
+            raise TierFailed(f"no note beside {self.path}: {error.strerror}") from error
+        self._about = about
+
+    def forget_namespace(self, number: int) -> None:
+        others = {one: info for one, info in self._about.namespaces.items() if one != number}
+        self._about = replace(self._about, namespaces=others)
 
     def copy_out(self, pages: Pages, out: memoryview) -> None:
         self.memory.copy_out(pages, out)
@@ -121,7 +128,7 @@ class HostTier(MemoryTier):
                 "--shm-size)"
             )
         self._is_small = not config.capacity_bytes and size < SMALL_BYTES
-        self._arenas: list[HostTierArena] = []
+        self._arenas: list[TierArena] = []
         self._num_made = 0
         self._epoch = 0
         self._lock: OwnerLock | None = None
@@ -130,8 +137,6 @@ class HostTier(MemoryTier):
         private_directory(self.directory)
         self._lock = OwnerLock(self.directory / "host.lock", f"the memory in {self.directory}")
         self._epoch = epoch
-        for left in [*self.directory.glob("*.arena"), *self.directory.glob("*.pages")]:
-            left.unlink(missing_ok=True)
         self._granule = huge_page_bytes(self.directory)
         if self._is_small:
             logger.warning(
@@ -142,17 +147,28 @@ class HostTier(MemoryTier):
             )
 
     def adopt(self) -> list[Adopted]:
-        return []
+        adopted = []
+        for path in sorted(self.directory.glob("*.arena")):
+            try:
+                adopted.append(_adopt(path, self._epoch))
+            except (OSError, TierFailed) as error:
+                logger.warning("reason=not_adopted %s: %s", path, error)
+        self._arenas = [each.arena for each in adopted]
+        kept = {arena.path.stem for arena in self._arenas}
+        for path in self.directory.iterdir():
+            if path.suffix in SUFFIXES and path.stem not in kept:
+                path.unlink()
+        return adopted
 
     def create_arena(self, layout: Layout, row_bytes: int) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)
-        if record_bytes(layout) > layout.page_bytes * MAX_RECORD_FRACTION:
+        kept_bytes = record_bytes(layout, row_bytes)
+        if kept_bytes > layout.page_bytes * MAX_RECORD_FRACTION:
             raise BadRequest(
-                f"a page of this layout has {layout.page_bytes} bytes, and {record_bytes(layout)} "
+                f"a page of this layout has {layout.page_bytes} bytes, and {kept_bytes} "
                 "are kept to know of it: raise block_size"
             )
-        page_bytes = layout.page_bytes + record_bytes(layout)
-        num_extents = self.capacity_bytes // (extent_pages * page_bytes)
+        num_extents = self.capacity_bytes // (extent_pages * (layout.page_bytes + kept_bytes))
         if num_extents == 0:
             raise BadRequest(
                 f"an extent of this layout has {format_bytes(extent_pages * layout.page_bytes)}; "
@@ -161,13 +177,14 @@ class HostTier(MemoryTier):
         num_pages = num_extents * extent_pages
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.arena"
-        arena = HostTierArena(path, layout, row_bytes, num_pages, extent_pages)
-        arena.table.begin(self._epoch, bytes(32))
+        about = About(VERSION, boot_id(), layout, row_bytes, num_pages, extent_pages)
+        arena = _create(path, about, self._epoch)
         self._arenas.append(arena)
         return arena
 
     def remove_arena(self, arena: TierArena) -> None:
         arena.close()
+        _unlink(arena.path)
         self._arenas = [other for other in self._arenas if other is not arena]
 
     def close(self) -> None:
@@ -175,6 +192,71 @@ class HostTier(MemoryTier):
             arena.close()
         if self._lock:
             self._lock.close()
+
+
+def _create(path: Path, about: About, epoch: int) -> HostTierArena:
+    layout, row_bytes, num_pages = about.layout, about.row_bytes, about.num_pages
+    with ExitStack() as undo:
+        try:
+            arena = undo.enter_context(closing(HostArena(path, layout, num_pages)))
+            undo.callback(_unlink, path)
+            records = PageTableFile(_table_path(path), layout, row_bytes, num_pages)
+            undo.enter_context(closing(records))
+            records.table.begin(epoch, about.extent_pages)
+            write_about(_about_path(path), about)
+        except OSError as error:
+            raise TierFailed(f"{path} and its page table cannot be made: {error}") from error
+        undo.pop_all()
+    return HostTierArena(path, about, arena, records)
+
+
+def _adopt(path: Path, epoch: int) -> Adopted:
+    """Raises OSError, and TierFailed where its files do not say the same."""
+    about = read_about(_about_path(path))
+    if about.boot != boot_id():
+        raise TierFailed("it was made before the machine started")
+    layout, row_bytes, num_pages = about.layout, about.row_bytes, about.num_pages
+    with ExitStack() as undo:
+        fd = find_file(path, num_pages * layout.page_bytes)
+        arena = undo.enter_context(closing(HostArena(path, layout, num_pages, fd)))
+        fd = find_file(_table_path(path), table_bytes(layout, row_bytes, num_pages))
+        records = PageTableFile(_table_path(path), layout, row_bytes, num_pages, fd)
+        undo.enter_context(closing(records))
+        if not records.table.has_begun(about.extent_pages):
+            raise TierFailed("its page table is another's")
+        pages, found = records.read(about.extent_pages)
+        _unback_others(arena, records, pages)
+        records.table.begin_epoch(epoch)
+        undo.pop_all()
+    adopted = HostTierArena(path, about, arena, records)
+    return Adopted(adopted, about.namespaces, pages, found, records.table.sealed(found))
+
+
+def _unback_others(arena: HostArena, records: PageTableFile, pages: Pages) -> None:
+    """Take the memory of all other pages back: it was on its way to them, or away from them."""
+    others = np.ones(arena.num_pages, np.bool_)
+    others[pages] = False
+    expected = len(pages) * arena.layout.page_bytes
+    for run in runs_of(others.nonzero()[0]):
+        records.unback(run)
+        # Mostly there is none to take, and to try takes a call for each layer and plane.
+        if arena.backed_bytes > expected:
+            arena.unback(run)
+    if arena.backed_bytes < expected:
+        raise TierFailed(f"{arena.backed_bytes} bytes are left of the {expected} that it had")
+
+
+def _table_path(path: Path) -> Path:
+    return path.with_suffix(".pages")
+
+
+def _about_path(path: Path) -> Path:
+    return path.with_suffix(".about")
+
+
+def _unlink(path: Path) -> None:
+    for suffix in SUFFIXES:
+        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _file_system_bytes(directory: Path) -> int:

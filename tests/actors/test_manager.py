@@ -14,6 +14,7 @@ from anyio import create_task_group, fail_after
 
 from kvd.actors import manager as manager_module
 from kvd.actors.manager import Manager
+from kvd.actors.signal import Signal
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import create_header
 from kvd.arena.page_table import table_bytes
@@ -79,7 +80,7 @@ class Cache:
         self.namespace.sessions.add(session)
         tokens = packed(tokens_of(seed, num_blocks))
         item = MatchItem(self.namespace.id, self.last, num_blocks * BLOCK)
-        return self.manager.match(session, item, tokens)[0]
+        return self.manager.match(session, item, tokens).lease
 
     async def hold(self, count: int, session: int = 1) -> Lease:
         """A lease with so many reserved pages."""
@@ -99,13 +100,13 @@ async def running(
     directory: Path, num_pages: int = 128, config: CacheConfig = NO_AHEAD
 ) -> AsyncGenerator[Cache]:
     tier = MoodyTier(
-        HostConfig(num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, num_pages)), directory
+        HostConfig(num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, 4, num_pages)), directory
     )  # type: ignore[arg-type]
     actor = TierActor(tier)
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(1)
-        manager = Manager(Config(cache=config), actor, create_header(directory / "header"))
+        manager = Manager(Config(cache=config), actor, create_header(directory / "header"), (), Signal())
         await tasks.start(manager.run)
         opened = await manager.open(1, IDENTITY, LAYOUT, "", extras=False)
         cache = Cache(manager, tier, opened.namespace)
@@ -277,7 +278,7 @@ async def test_who_waits_for_the_arena_holds_up_other_namespaces_too(
         await until(lambda: len(cache.manager._waiters) == 1)
         other = (await cache.manager.open(3, IDENTITY, LAYOUT, "other", extras=False)).namespace
         item = MatchItem(other.id, 1, BLOCK)
-        lease, _ = cache.manager.match(3, item, packed(tokens_of(3, 1)))
+        lease = cache.manager.match(3, item, packed(tokens_of(3, 1))).lease
         assert cache.manager.reserve_now(lease, 0, 10, 0) is None
         cache.release(held)
         assert cache.manager.reserve_now(lease, 0, 10, 0) is not None

@@ -731,8 +731,9 @@ def test_status_tells_how_everything_stands(wire: Wire, daemon: RunningDaemon) -
     assert (status.pid, status.endpoint) == (daemon.pid, daemon.endpoint)
     (tier,) = status.tiers
     assert (tier.name, tier.capacity_bytes) == ("host", capacity_of(128))
-    assert sum(tier.pages.values()) == 128
-    assert tier.backed_bytes == (128 - tier.pages["unbacked"]) * LAYOUT.page_bytes
+    num_pages = sum(tier.pages.values())
+    assert num_pages >= 128  # where a test had extras, there is an arena for those too
+    assert tier.backed_bytes == (num_pages - tier.pages["unbacked"]) * LAYOUT.page_bytes
     (space,) = (one for one in status.namespaces if one.namespace == wire.namespace)
     assert (space.model, space.num_blocks, space.num_nodes) == ("model", 4, 1)
     assert (wire.me().num_leases, wire.me().num_reserved, wire.me().maps) == (1, 2, True)

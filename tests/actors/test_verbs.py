@@ -23,9 +23,10 @@ from kvd.protocol.messages import (
     Tail,
 )
 from tests.actors.wire import failed, numbers, refused
-from tests.e2e.support import BLOCK, LAYOUT, eventually, tokens_of
+from tests.e2e.support import BLOCK, LAYOUT, OPAQUE, PAGE_FIRST, eventually, tokens_of
 
 if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
     from tests.actors.wire import Wire
 
 Join = Callable[[], "Wire"]
@@ -130,6 +131,13 @@ def test_a_namespace_with_extras_is_another_than_the_one_without(wire: Wire) -> 
     assert wire.matched(2, TOKENS).num_tokens == 0
 
 
+def test_an_opaque_layout_has_no_exact_tail(wire: Wire) -> None:
+    wire.open("opaque", layout=OPAQUE)
+    wire.store(1, TOKENS)
+    assert "whole blocks" in failed(wire.match(2, TOKENS, exact_tail=True), "unsupported")
+    assert wire.matched(2, TOKENS).num_tokens == len(TOKENS)
+
+
 # --- load and store ---
 
 
@@ -187,6 +195,20 @@ def test_a_tail_can_be_loaded(wire: Wire) -> None:
     loaded = wire.load(2, (Run(result.tail.page, 1),), 0, LAYOUT.num_slices)
     assert isinstance(loaded, list)
     assert sum(map(len, loaded)) == LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("layout", [PAGE_FIRST, OPAQUE], ids=lambda layout: layout.order)
+def test_contiguous_pages_come_in_one_frame_and_parts_of_them_page_by_page(
+    wire: Wire, layout: Layout
+) -> None:
+    wire.open("contiguous", layout=layout)
+    runs = wire.matched(1, TOKENS, reserve=4).reserved
+    data = bytes(place % 251 for place in range(4 * layout.page_bytes))
+    wire.put(1, runs, data, num_slices=layout.num_slices)
+    wire.commit(1, 0, runs, TOKENS)
+    assert wire.load(1, runs, 0, layout.num_slices) == [data]
+    second = range(layout.slice_bytes, len(data), layout.page_bytes)
+    assert wire.load(1, runs, 1, 1) == [data[at : at + layout.slice_bytes] for at in second]
 
 
 # --- pins ---

@@ -145,9 +145,8 @@ class Wire:
         return reply
 
     def open(self, salt: str = "", *, maps: bool = True, **fields: Any) -> int:
-        request = OpenRequest(
-            **self.envelope(), identity=IDENTITY, layout=LAYOUT, salt=salt, maps=maps, **fields
-        )
+        fields = {"identity": IDENTITY, "layout": LAYOUT, "salt": salt, "maps": maps} | fields
+        request = OpenRequest(**self.envelope(**fields))
         reply = self.ask(request)
         assert isinstance(reply, OpenReply), reply
         self.namespace, self.num_pages = reply.namespace, reply.num_pages

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from kvd.arena.files import find_file
 from kvd.arena.host import HostArena, MappedArena, huge_page_bytes
 from kvd.arena.membership import SessionLock, create_session_file, is_held
 from kvd.protocol.errors import KvdError
@@ -30,6 +31,7 @@ EXTENT_BYTES = EXTENT * LAYOUT.page_bytes
 
 MAP = f"""
 import ctypes, os, sys
+from kvd.arena.files import find_file
 from kvd.arena.host import MappedArena
 from kvd.arena.membership import SessionLock
 from kvd.protocol.layout import Layout
@@ -105,16 +107,29 @@ def test_a_path_in_use_is_refused(host: HostArena) -> None:
         HostArena(host.path, LAYOUT, NUM_PAGES)
 
 
-def test_closing_unlinks_the_file_and_may_be_repeated(host: HostArena) -> None:
+def test_closing_leaves_the_file_and_may_be_repeated(host: HostArena) -> None:
+    host.back(Run(0, EXTENT))
     host.close()
     host.close()
-    assert not host.path.exists()
+    assert host.path.stat().st_blocks * 512 == EXTENT_BYTES
+
+
+def test_an_arena_is_found_as_it_was_left(host: HostArena, mapped: MappedArena) -> None:
+    host.back(Run(0, EXTENT))
+    mapped.writable().page_view(3)[:] = 5
+    host.close()
+    fd = find_file(host.path, NUM_PAGES * LAYOUT.page_bytes)
+    found = HostArena(host.path, LAYOUT, NUM_PAGES, fd)
+    assert found.backed_bytes == EXTENT_BYTES
+    found.memory.page_view(4)[:] = 6
+    assert [mapped.readable.page_view(page).max() for page in (3, 4)] == [5, 6]
 
 
 def test_who_maps_an_arena_keeps_its_memory(host: HostArena, mapped: MappedArena) -> None:
     host.back(Run(0, EXTENT))
     mapped.writable().page_view(0)[:] = 5
     host.close()
+    host.path.unlink()
     assert (mapped.readable.page_view(0) == 5).all()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from kvd.arena.files import boot_id
 from kvd.arena.page_table import (
     HEADER_BYTES,
     MAGIC,
@@ -31,16 +32,19 @@ if TYPE_CHECKING:
 
 LAYOUT = Layout(1, 1, 8, "float16", block_size=4)
 NUM_PAGES = 8
+ROW_BYTES = 4
+BLOCK_BYTES = 16
+EXTENT = 4
 
 
 @pytest.fixture
 def memory() -> bytearray:
-    return bytearray(table_bytes(LAYOUT, NUM_PAGES))
+    return bytearray(table_bytes(LAYOUT, ROW_BYTES, NUM_PAGES))
 
 
 @pytest.fixture
 def table(memory: bytearray) -> PageTable:
-    return PageTable(LAYOUT, NUM_PAGES, memoryview(memory))
+    return PageTable(LAYOUT, ROW_BYTES, NUM_PAGES, memoryview(memory))
 
 
 def packed(*tokens: int) -> bytes:
@@ -56,12 +60,12 @@ def fields(table: PageTable, page: int, *names: str) -> list[Any]:
 
 def test_a_new_table_says_that_nothing_is_backed(table: PageTable) -> None:
     assert (table.records["state"] == PageState.UNBACKED).all()
-    assert table.sealed().all()
+    assert table.sealed(table.records).all()
 
 
 def test_a_record_is_whole_words() -> None:
     for block_size in (1, 2, 3, 4, 16, 17):
-        assert record_dtype(block_size).itemsize % 8 == 0
+        assert record_dtype(block_size, ROW_BYTES).itemsize % 8 == 0
 
 
 def test_a_freed_page_is_nobodys(table: PageTable) -> None:
@@ -82,11 +86,11 @@ def test_a_reserved_page_has_a_session_and_another_generation(table: PageTable) 
     assert fields(table, 2, "state", "session", "generation") == [PageState.FREE, 0, 0]
 
 
-def test_a_committed_page_has_its_tokens_and_no_session(table: PageTable) -> None:
+def test_a_committed_page_has_its_rows_and_no_session(table: PageTable) -> None:
     table.reserve([5], session=77)
     table.commit([5], NO_PARENT, 0, packed(1, 2, 3, 4), namespace=9, group=2)
-    names = ("state", "session", "namespace", "group", "block", "num_tokens", "tokens")
-    assert fields(table, 5, *names) == [PageState.COMMITTED, 0, 9, 2, 0, 4, [1, 2, 3, 4]]
+    names = ("state", "session", "namespace", "group", "block", "num_tokens", "rows")
+    assert fields(table, 5, *names) == [PageState.COMMITTED, 0, 9, 2, 0, 4, [*packed(1, 2, 3, 4)]]
     assert fields(table, 5, "parent", "parent_generation", "generation") == [NO_PARENT, 0, 1]
 
 
@@ -100,7 +104,7 @@ def test_blocks_committed_together_are_each_others_parents(table: PageTable) -> 
         [2, 2],
     ]
     assert [fields(table, page, "parent_generation")[0] for page in (6, 2, 4)] == [0, 1, 2]
-    assert fields(table, 4, "tokens") == [[8, 9, 10, 11]]
+    assert fields(table, 4, "rows") == [[*packed(8, 9, 10, 11)]]
 
 
 def test_a_block_names_its_parent_by_page_and_generation(table: PageTable) -> None:
@@ -119,7 +123,7 @@ def test_a_freed_block_leaves_nothing_but_its_generation(table: PageTable) -> No
     assert fields(table, 5, "state", "generation", "parent") == [PageState.FREE, 1, NO_PARENT]
     names = ("session", "namespace", "group", "block", "num_tokens", "checksum")
     assert fields(table, 5, *names) == [0] * len(names)
-    assert fields(table, 5, "tokens") == [[0, 0, 0, 0]]
+    assert fields(table, 5, "rows") == [[0] * BLOCK_BYTES]
 
 
 def test_a_detached_block_leaves_nothing_but_its_generation(table: PageTable) -> None:
@@ -129,7 +133,7 @@ def test_a_detached_block_leaves_nothing_but_its_generation(table: PageTable) ->
     assert fields(table, 5, "state", "generation", "parent") == [PageState.DETACHED, 1, NO_PARENT]
     names = ("session", "namespace", "group", "block", "num_tokens", "checksum")
     assert fields(table, 5, *names) == [0] * len(names)
-    assert fields(table, 5, "tokens") == [[0, 0, 0, 0]]
+    assert fields(table, 5, "rows") == [[0] * BLOCK_BYTES]
 
 
 def test_a_quarantined_page_keeps_its_session(table: PageTable) -> None:
@@ -164,15 +168,82 @@ def test_every_step_takes_pages_as_an_array_too(table: PageTable) -> None:
         table.unback,
     ):
         step(pages)
-        assert table.sealed().all()
+        assert table.sealed(table.records).all()
+
+
+# --- the head ---
+
+
+def test_a_new_table_has_not_begun(table: PageTable) -> None:
+    assert not table.has_begun(EXTENT)
 
 
 def test_the_head_says_whose_table_it_is(table: PageTable, memory: bytearray) -> None:
-    table.begin(epoch=5, fingerprint=bytes(range(32)))
+    table.begin(5, EXTENT)
     assert bytes(memory[:8]) == MAGIC
-    assert bytes(memory[24:56]) == bytes(range(32))
-    assert np.frombuffer(memory, "<u8", 2, offset=8).tolist() == [5, NUM_PAGES]
-    assert bytes(memory[56:HEADER_BYTES]) == bytes(HEADER_BYTES - 56)
+    assert np.frombuffer(memory, "<u8", 4, offset=8).tolist() == [5, NUM_PAGES, EXTENT, ROW_BYTES]
+    assert bytes(memory[40:56]) == boot_id()
+    assert bytes(memory[88:HEADER_BYTES]) == bytes(HEADER_BYTES - 88)
+
+
+def test_a_table_goes_on_in_another_epoch(table: PageTable, memory: bytearray) -> None:
+    table.begin(5, EXTENT)
+    table.begin_epoch(6)
+    assert table.has_begun(EXTENT)
+    assert np.frombuffer(memory, "<u8", 1, offset=8) == 6
+
+
+def test_every_byte_of_the_head_but_the_epoch_counts(table: PageTable, memory: bytearray) -> None:
+    table.begin(5, EXTENT)
+    for byte in (*range(8), *range(16, 88)):
+        memory[byte] ^= 1
+        assert not table.has_begun(EXTENT), byte
+        memory[byte] ^= 1
+    assert table.has_begun(EXTENT)
+
+
+def test_the_head_knows_layout_rows_and_extents(table: PageTable, memory: bytearray) -> None:
+    table.begin(5, EXTENT)
+    other = Layout(1, 2, 4, "float16", block_size=4)
+    assert not PageTable(other, ROW_BYTES, NUM_PAGES, memoryview(memory)).has_begun(EXTENT)
+    assert not PageTable(LAYOUT, 3, NUM_PAGES, memoryview(memory)).has_begun(EXTENT)
+    assert not PageTable(LAYOUT, ROW_BYTES, NUM_PAGES - 1, memoryview(memory)).has_begun(EXTENT)
+    assert not table.has_begun(2 * EXTENT)
+
+
+# --- checksums ---
+
+
+def test_a_block_has_no_checksum_until_it_is_noted(table: PageTable) -> None:
+    table.reserve([2, 3], 7)
+    table.commit([2, 3], NO_PARENT, 0, bytes(2 * BLOCK_BYTES), 1)
+    assert table.checksums([2, 3]).tolist() == [0, 0]
+    sums = np.array([5, (1 << 64) - 1], np.uint64)
+    assert table.add_checksums([2, 3], table.generations([2, 3]), sums).tolist() == [True, True]
+    assert table.checksums([3, 2]).tolist() == [(1 << 64) - 1, 5]
+    assert table.sealed(table.records).all()
+
+
+def test_a_checksum_comes_too_late_for_a_block_that_is_gone(table: PageTable) -> None:
+    table.reserve([1, 2, 3], 7)
+    table.commit([1, 2, 3], NO_PARENT, 0, bytes(3 * BLOCK_BYTES), 1)
+    generations = table.generations([1, 2, 3])
+    table.detach([1])
+    table.free([2])
+    table.reserve([2], 7)
+    table.commit([2], NO_PARENT, 0, bytes(BLOCK_BYTES), 1)
+    sums = np.array([4, 5, 6], np.uint64)
+    assert table.add_checksums([1, 2, 3], generations, sums).tolist() == [False, False, True]
+    assert table.checksums([1, 2, 3]).tolist() == [0, 0, 6]
+    assert table.sealed(table.records).all()
+
+
+def test_a_checksum_goes_with_its_block(table: PageTable) -> None:
+    table.reserve([2], 7)
+    table.commit([2], NO_PARENT, 0, bytes(BLOCK_BYTES), 1)
+    table.add_checksums([2], table.generations([2]), np.array([5], np.uint64))
+    table.free([2])
+    assert table.checksums([2]).tolist() == [0]
 
 
 # --- half a record ---
@@ -194,6 +265,10 @@ def commit(table: PageTable) -> None:
     table.commit([3], 1, 1, packed(1, 2, 3, 4), namespace=4, group=1)
 
 
+def add_sum(table: PageTable) -> None:
+    table.add_checksums([3], table.generations([3]), np.array([77], np.uint64))
+
+
 def detach(table: PageTable) -> None:
     table.detach([3])
 
@@ -210,6 +285,8 @@ LIVES: list[list[Step]] = [
     [free],
     [free, reserve],
     [free, reserve, commit],
+    [free, reserve, commit, add_sum],
+    [free, reserve, commit, add_sum, detach],
     [free, reserve, commit, free],
     [free, reserve, commit, free, reserve],
     [free, reserve, commit, detach],
@@ -232,7 +309,7 @@ def test_a_record_of_which_some_words_were_written_is_seen(
     table: PageTable, memory: bytearray, life: list[Step], reverse: bool
 ) -> None:
     """The last step of a page's life was cut off between two words."""
-    size = record_dtype(LAYOUT.block_size).itemsize
+    size = record_dtype(LAYOUT.block_size, ROW_BYTES).itemsize
     place = slice(HEADER_BYTES + 3 * size, HEADER_BYTES + 4 * size)
     for step in life[:-1]:
         step(table)
@@ -245,23 +322,23 @@ def test_a_record_of_which_some_words_were_written_is_seen(
     for words in range(size // 8 + 1):
         torn = new[: words * 8] + old[words * 8 :]
         memory[place] = torn
-        assert table.sealed()[3] == (torn in (old, new)), f"the first {words} words"
-        assert np.delete(table.sealed(), 3).all()
+        assert table.sealed(table.records)[3] == (torn in (old, new)), f"the first {words} words"
+        assert np.delete(table.sealed(table.records), 3).all()
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-def test_every_bit_of_a_record_counts(block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "row_bytes"), [(1, 4), (3, 4), (4, 4), (16, 4), (3, 36)])
+def test_every_bit_of_a_record_counts(block_size: int, row_bytes: int) -> None:
     layout = Layout(1, 1, 8, "float16", block_size=block_size)
-    memory = bytearray(table_bytes(layout, 1))
-    table = PageTable(layout, 1, memoryview(memory))
+    memory = bytearray(table_bytes(layout, row_bytes, 1))
+    table = PageTable(layout, row_bytes, 1, memoryview(memory))
     table.reserve([0], 7)
-    table.commit([0], NO_PARENT, 0, packed(*range(block_size)), namespace=4)
+    table.commit([0], NO_PARENT, 0, bytes(block_size * row_bytes), namespace=4)
     for byte in range(HEADER_BYTES, len(memory)):
         for bit in range(8):
             memory[byte] ^= 1 << bit
-            assert not table.sealed()[0], (byte - HEADER_BYTES, bit)
+            assert not table.sealed(table.records)[0], (byte - HEADER_BYTES, bit)
             memory[byte] ^= 1 << bit
-    assert table.sealed()[0]
+    assert table.sealed(table.records)[0]
 
 
 def test_two_records_that_changed_places_in_their_words_are_seen(
@@ -271,25 +348,25 @@ def test_two_records_that_changed_places_in_their_words_are_seen(
     table.reserve([3], 7)
     words = np.frombuffer(memory, "<u8", offset=HEADER_BYTES).reshape(NUM_PAGES, -1)
     words[3, [1, 2]] = words[3, [2, 1]]
-    assert not table.sealed()[3]
+    assert not table.sealed(table.records)[3]
 
 
 # --- on a file ---
 
 
 def test_a_table_has_its_length_and_belongs_to_the_daemon_alone(shm: Path) -> None:
-    PageTableFile(shm / "table", LAYOUT, NUM_PAGES)
+    PageTableFile(shm / "table", LAYOUT, ROW_BYTES, NUM_PAGES)
     found = (shm / "table").stat()
-    assert found.st_size == table_bytes(LAYOUT, NUM_PAGES)
+    assert found.st_size == table_bytes(LAYOUT, ROW_BYTES, NUM_PAGES)
     assert found.st_mode & 0o777 == 0o600
 
 
 def test_records_have_memory_as_their_pages_have(shm: Path) -> None:
-    file = PageTableFile(shm / "table", LAYOUT, 4096)
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
     head = (shm / "table").stat().st_blocks
     file.back(Run(0, 1024))
     backed = (shm / "table").stat().st_blocks
-    assert (backed - head) * 512 >= 1024 * record_bytes(LAYOUT)
+    assert (backed - head) * 512 >= 1024 * record_bytes(LAYOUT, ROW_BYTES)
     file.table.free(range(1024))
     file.table.unback(range(1024))
     file.unback(Run(0, 1024))
@@ -298,17 +375,17 @@ def test_records_have_memory_as_their_pages_have(shm: Path) -> None:
 
 
 def test_a_note_touches_no_record_that_has_no_memory(shm: Path) -> None:
-    file = PageTableFile(shm / "table", LAYOUT, 4096)
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
     file.back(Run(0, 64))
     before = (shm / "table").stat().st_blocks
     file.table.free(range(64))
     file.table.reserve(range(8), 7)
-    file.table.commit(range(8), NO_PARENT, 0, bytes(8 * LAYOUT.block_size * 4), 1)
+    file.table.commit(range(8), NO_PARENT, 0, bytes(8 * BLOCK_BYTES), 1)
     assert (shm / "table").stat().st_blocks == before
 
 
 def test_taking_memory_back_leaves_the_records_beside_it(shm: Path) -> None:
-    file = PageTableFile(shm / "table", LAYOUT, 4096)
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
     file.back(Run(0, 4096))
     file.table.free(range(4096))
     file.table.unback(range(1000, 2000))
@@ -318,10 +395,27 @@ def test_taking_memory_back_leaves_the_records_beside_it(shm: Path) -> None:
     assert (states[2000:] == PageState.FREE).all()
 
 
+def test_what_is_read_is_extents_of_which_a_record_says_something(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
+    file.back(Run(0, 4096))
+    file.table.free([5, 4001])
+    before = (shm / "table").stat().st_blocks
+    pages, records = file.read(EXTENT)
+    assert pages.tolist() == [4, 5, 6, 7, 4000, 4001, 4002, 4003]
+    assert records["state"].tolist() == [0, PageState.FREE, 0, 0] * 2
+    assert (shm / "table").stat().st_blocks == before
+
+
+def test_a_table_of_which_nothing_was_written_has_nothing_to_read(shm: Path) -> None:
+    file = PageTableFile(shm / "table", LAYOUT, ROW_BYTES, 4096)
+    pages, records = file.read(EXTENT)
+    assert len(pages) == len(records) == 0
+
+
 def test_a_table_that_is_there_is_not_made_again(shm: Path) -> None:
-    PageTableFile(shm / "table", LAYOUT, NUM_PAGES)
+    PageTableFile(shm / "table", LAYOUT, ROW_BYTES, NUM_PAGES)
     with pytest.raises(FileExistsError):
-        PageTableFile(shm / "table", LAYOUT, NUM_PAGES)
+        PageTableFile(shm / "table", LAYOUT, ROW_BYTES, NUM_PAGES)
 
 
 def test_a_table_outlives_its_daemon(shm: Path, child: Callable[..., Child]) -> None:
@@ -331,7 +425,7 @@ from pathlib import Path
 from kvd.arena.page_table import *
 from kvd.protocol.layout import Layout
 layout = Layout(1, 1, 8, "float16", block_size=4)
-table = PageTableFile(Path(sys.argv[1]), layout, 8).table
+table = PageTableFile(Path(sys.argv[1]), layout, 4, 8).table
 table.free(range(8))
 table.reserve([1, 2], 7)
 table.commit([1], -1, 0, bytes(range(16)), 4)
@@ -344,8 +438,8 @@ input()
     daemon.ended()
     with (shm / "table").open("rb") as file:
         found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    table = PageTable(LAYOUT, NUM_PAGES, memoryview(found))
-    assert table.sealed().all()
+    table = PageTable(LAYOUT, ROW_BYTES, NUM_PAGES, memoryview(found))
+    assert table.sealed(table.records).all()
     assert table.records["state"].tolist() == [
         PageState.FREE,
         PageState.COMMITTED,
@@ -358,6 +452,6 @@ def test_a_table_without_room_is_an_error_and_leaves_no_file(mount: Callable[...
     path = mount("size=64k") / "table"
     (path.parent / "another's").write_bytes(bytes(64 << 10))
     with pytest.raises(OSError) as caught:  # noqa: PT011
-        PageTableFile(path, LAYOUT, 4096)
+        PageTableFile(path, LAYOUT, ROW_BYTES, 4096)
     assert caught.value.errno == errno.ENOSPC
     assert not path.exists()

@@ -17,6 +17,7 @@ from tests.bench.alternatives import alternatives
 from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
 from tests.bench.common import BUDGETS, Bench, Part, Row
 from tests.bench.cycles import cycles
+from tests.bench.disk import disk
 from tests.bench.first_touch import hit_first_touch
 from tests.bench.flood import flood
 from tests.bench.hit import hit_vs_copy
@@ -37,6 +38,7 @@ PARTS: dict[str, Part] = {
         cycles,
         flood,
         store_vs_copy,
+        disk,
         attention_vs_contiguous,
         attention_vs_gather,
         median_run_tokens,

@@ -26,10 +26,10 @@ class Books:
         self.generations: Counter[int] = Counter()
         self.freed: list[Page] = []
 
-    def add_arena(self, number: int, layout: Layout, num_pages: int) -> None:
+    def add_arena(self, number: int, layout: Layout, row_bytes: int, num_pages: int) -> None:
         assert number not in self.tables
-        buffer = memoryview(bytearray(table_bytes(layout, num_pages)))
-        self.tables[number] = PageTable(layout, num_pages, buffer)
+        buffer = memoryview(bytearray(table_bytes(layout, row_bytes, num_pages)))
+        self.tables[number] = PageTable(layout, row_bytes, num_pages, buffer)
 
     def carry_out(self, plan: Plan) -> None:
         self.freed = []
@@ -41,9 +41,9 @@ class Books:
             case plans.Reserved(arena, pages, session):
                 self.check_states(arena, pages, PageState.FREE)
                 self.tables[arena].reserve(pages, session)
-            case plans.Committed(arena, pages, parent, first_block, tokens, namespace):
+            case plans.Committed(arena, pages, parent, first_block, rows, namespace):
                 self.check_states(arena, pages, PageState.RESERVED)
-                self.tables[arena].commit(pages, parent, first_block, tokens, namespace)
+                self.tables[arena].commit(pages, parent, first_block, rows, namespace)
                 self.check_parents(arena)
             case plans.Detached(arena, pages):
                 self.check_states(arena, pages, PageState.COMMITTED)

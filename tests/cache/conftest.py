@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, settings
 
 from kvd.cache.memory import ArenaState, Namespace, Quota
 from kvd.cache.plan import Back, Committed, Freed, Granted, Plan, Short
+from kvd.cache.radix import MEMORY, Node, Tree
 from kvd.cache.state import CacheState
 from kvd.config import CacheConfig, LimitConfig
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
@@ -48,6 +50,7 @@ class Cache:
         num_pages: int = 16,
         *,
         layout: Layout = LAYOUT,
+        row_bytes: int = TOKEN_BYTES,
         backed: bool = True,
         watermarks: tuple[float, float] = (1.0, 1.0),
         **limits: Any,
@@ -57,6 +60,7 @@ class Cache:
         capacity = num_pages * layout.page_bytes
         self.state = CacheState(capacity, 64, config, LimitConfig(**limits))
         self.memory = self.state.memory
+        self.row_bytes = row_bytes
         self.arena = self.add_arena(layout, num_pages)
         self.namespace = self.tenant("", layout)
         if backed:
@@ -64,7 +68,7 @@ class Cache:
         self._lease_id = 1000
 
     def add_arena(self, layout: Layout, num_pages: int) -> ArenaState:
-        return self.state.add_arena(layout, num_pages, EXTENT)
+        return self.state.add_arena(layout, self.row_bytes, num_pages, EXTENT)
 
     def add_wide(self, num_pages: int, *, backed: bool = True) -> ArenaState:
         """A second layout, with a namespace "wide"."""
@@ -92,10 +96,9 @@ class Cache:
         layout: Layout = LAYOUT,
         *,
         session: int = 1,
-        extras: bool = False,
         **quota: int,
     ) -> Namespace:
-        arena = self.state.find_arena(layout)
+        arena = self.state.find_arena(layout, self.row_bytes)
         assert arena
         return self.state.open_namespace(
             session,
@@ -103,7 +106,6 @@ class Cache:
             Identity("model", "main"),
             salt,
             arena,
-            extras=extras,
             quota=Quota(**quota),
         )
 
@@ -184,6 +186,12 @@ class Cache:
     def _named(self, salt: str) -> Namespace:
         spaces = self.state.namespaces.values()
         return next((one for one in spaces if one.salt == salt), None) or self.tenant(salt)
+
+
+def by_age(tree: Tree, tier: int = MEMORY) -> list[Node]:
+    """The unlocked nodes that a tier has, in the order in which they go."""
+    nodes = [node for node in tree.nodes() if node.is_in(tier) and not node.locks]
+    return sorted(nodes, key=lambda node: (node.stamp, -len(node.path())))
 
 
 def freed(plan: Plan) -> list[int]:

@@ -16,7 +16,7 @@ from kvd.arena.runs import pages_of
 from kvd.cache import plan as plans
 from kvd.cache.audit import check
 from kvd.cache.memory import NO_QUOTA, Namespace, Quota
-from kvd.cache.rows import rows_of
+from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
 from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
@@ -25,6 +25,7 @@ from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from tests.cache import model as slow
 from tests.cache.books import Books
+from tests.cache.conftest import by_age
 from tests.cache.model import Model, Page, Refused, Tokens
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Spec:
     layout: Layout
     extras: bool = False
     quota: Quota = NO_QUOTA
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(extras=self.extras)
 
 
 SPECS = [
@@ -186,9 +191,9 @@ class Machine(RuleBasedStateMachine):
         """The namespace, opened by the session; None where that is refused."""
         spec = SPECS[number]
         is_known = self.model.find_namespace(number) is not None
-        if not is_known and not self.made_place(spec.layout):
+        if not is_known and not self.made_place(spec):
             return None
-        arena = self.state.find_arena(spec.layout)
+        arena = self.state.find_arena(spec.layout, spec.row_bytes)
         assert arena
         quota = spec.quota
         args = session, bytes([number]), Identity("model", str(number)), "", arena
@@ -199,16 +204,17 @@ class Machine(RuleBasedStateMachine):
             )
         except Refused as refused:
             with pytest.raises(ERRORS[refused.kind]):
-                self.state.open_namespace(*args, extras=spec.extras, quota=quota)
+                self.state.open_namespace(*args, quota=quota)
             return None
-        space = self.state.open_namespace(*args, extras=spec.extras, quota=quota)
+        space = self.state.open_namespace(*args, quota=quota)
         assert space.id == expected
         return space
 
-    def made_place(self, layout: Layout) -> bool:
+    def made_place(self, spec: Spec) -> bool:
         """For one more namespace, and its arena where there is none."""
-        for_arena = self.model.find_arena(layout.page_bytes, layout.block_size) is None
-        assert for_arena == (self.state.find_arena(layout) is None)
+        layout, width = spec.layout, spec.row_bytes
+        for_arena = self.model.find_arena(layout.page_bytes, layout.block_size, width) is None
+        assert for_arena == (self.state.find_arena(layout, width) is None)
         try:
             self.model.make_place(for_arena=for_arena)
         except Refused as refused:
@@ -217,17 +223,17 @@ class Machine(RuleBasedStateMachine):
             return False
         self.books.carry_out(self.state.make_place(for_arena=for_arena))
         if for_arena:
-            self.add_arena(layout)
+            self.add_arena(layout, width)
         return True
 
-    def add_arena(self, layout: Layout) -> None:
+    def add_arena(self, layout: Layout, width: int) -> None:
         num_pages = NUM_PAGES[layout]
-        arena = self.state.add_arena(layout, num_pages, EXTENT, self.record_bytes)
+        arena = self.state.add_arena(layout, width, num_pages, EXTENT, self.record_bytes)
         added = slow.Arena(
-            layout.block_size, layout.page_bytes, num_pages, EXTENT, self.record_bytes
+            layout.block_size, layout.page_bytes, width, num_pages, EXTENT, self.record_bytes
         )
         self.model.add_arena(arena.id, added)
-        self.books.add_arena(arena.id, layout, num_pages)
+        self.books.add_arena(arena.id, layout, width, num_pages)
 
     def some_space(self, pick: int) -> Namespace:
         spaces = list(self.state.namespaces.values())
@@ -267,7 +273,7 @@ class Machine(RuleBasedStateMachine):
             assert [PageState(s).name.lower() for s in arena.pool.states.tolist()] == expected
             table = self.books.tables[number]
             assert table.records["state"].tolist() == arena.pool.states.tolist()
-            assert table.sealed().all()
+            assert table.sealed(table.records).all()
 
     @invariant()
     def memory_is_within_the_capacity(self) -> None:
@@ -296,7 +302,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def ages_agree(self) -> None:
         for space in self.state.namespaces.values():
-            pages = [page for node in space.lru for page in reversed(node.pages)]
+            pages = [page for node in by_age(space.tree) for page in reversed(node.pages)]
             expected = [block.page for block in self.model.unlocked(space.id)]
             assert [Page(space.arena.id, page) for page in pages] == expected
 

@@ -24,6 +24,7 @@ class Page(NamedTuple):
 class Arena:
     block_size: int
     page_bytes: int
+    row_bytes: int
     num_pages: int
     extent_pages: int
     record_bytes: int  # in the page table, of each page
@@ -160,9 +161,10 @@ class Model:
 
     # --- namespaces and arenas ---
 
-    def find_arena(self, page_bytes: int, block_size: int) -> int | None:
+    def find_arena(self, page_bytes: int, block_size: int, row_bytes: int) -> int | None:
+        wanted = page_bytes, block_size, row_bytes
         for number, arena in self.arenas.items():
-            if (arena.page_bytes, arena.block_size) == (page_bytes, block_size):
+            if (arena.page_bytes, arena.block_size, arena.row_bytes) == wanted:
                 return number
         return None
 

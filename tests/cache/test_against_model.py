@@ -477,7 +477,7 @@ class CacheAndModel(Machine):
         expected = self.model.drop(number, tokens, from_block)
         answer = self.state.drop(space, encode(space, tokens), from_block)
         self.books.carry_out(answer.plan)
-        assert (answer.num_blocks, answer.num_detached) == expected
+        assert (*answer.num_blocks, answer.num_detached) == expected
 
     # --- ends ---
 

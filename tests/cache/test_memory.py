@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.arena.runs import runs_of
 from kvd.cache.plan import Back, Freed, Granted, Plan, Reserved, Short, Unback
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.messages import Run
 from tests.cache.conftest import EXTENT, LAYOUT, WIDE, Cache, backing, freed, kinds
 
@@ -365,7 +366,7 @@ def test_what_is_guaranteed_does_not_move() -> None:
 
 def test_what_is_kept_of_a_page_counts_as_taken() -> None:
     cache = Cache(32)
-    other = cache.state.add_arena(WIDE, 32, EXTENT, record_bytes=WIDE.page_bytes)
+    other = cache.state.add_arena(WIDE, TOKEN_BYTES, 32, EXTENT, record_bytes=WIDE.page_bytes)
     cache.memory.capacity_bytes += 2 * EXTENT * WIDE.page_bytes
     plan: Plan = []
     cache.memory.begin_backing(other, 32, plan)

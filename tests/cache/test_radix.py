@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.cache.policy import Lru
-from kvd.cache.radix import Node, Tree
+from kvd.cache.radix import MEMORY, Node, Tree
 from kvd.protocol.codec import TOKEN_BYTES
+from tests.cache.conftest import by_age
 
 BLOCK = 4
 
@@ -25,8 +25,8 @@ class Grown:
     """A tree and its LRU; `grow("abc")` holds a path that ends in c."""
 
     def __init__(self) -> None:
-        self.lru = Lru()
-        self.tree = Tree(BLOCK, TOKEN_BYTES, self.lru)
+        self.tree = Tree(bytes(32), BLOCK, TOKEN_BYTES)
+        self.lru = self.tree.lrus[MEMORY]
         self.touches = 0
         self.next_page = 0
 
@@ -163,9 +163,9 @@ def test_a_split_leaves_the_unlocked_half_at_its_age(grown: Grown) -> None:
 def test_a_locked_path_is_not_in_the_lru(grown: Grown) -> None:
     grown.put("abcd")
     end = grown.grow("abcd")
-    assert list(grown.lru) == []
+    assert by_age(grown.tree) == []
     grown.let_go(end)
-    assert list(grown.lru) == [end]
+    assert by_age(grown.tree) == [end]
 
 
 def test_a_lock_goes_on_below_a_path_that_is_locked(grown: Grown) -> None:
@@ -222,7 +222,7 @@ def test_only_children_merge_when_they_are_unlocked_together(grown: Grown) -> No
     assert grown.shape() == {"ab", "ab|cd"}
     grown.let_go(lower)
     assert grown.shape() == {"abcd"}
-    assert list(grown.lru) == [lower]
+    assert by_age(grown.tree) == [lower]
     assert lower.path_pages().tolist() == [0, 1, 2, 3]
     assert bytes(lower.path_tokens()) == blocks("abcd")
 
@@ -261,7 +261,7 @@ def test_a_path_is_unlocked_leaf_first(grown: Grown) -> None:
     grown.put("abx")
     grown.put("aby")
     grown.put("abx")
-    ages = ["".join(map(chr, np.frombuffer(node.tokens, "<u4")[::BLOCK])) for node in grown.lru]
+    ages = ["".join(map(chr, np.frombuffer(node.tokens, "<u4")[::BLOCK])) for node in by_age(grown.tree)]
     assert ages == ["y", "x", "ab"]
 
 
@@ -280,7 +280,7 @@ def test_a_leaf_is_cut_from_its_end(grown: Grown) -> None:
     grown.put("abcd")
     leaf = grown.lru.coldest()
     assert leaf
-    assert grown.tree.cut(leaf, 3).tolist() == [3, 2, 1]
+    assert grown.tree.cut(leaf, 3).pages.tolist() == [3, 2, 1]
     assert grown.shape() == {"a"}
     assert grown.lru.num_blocks == 1
     assert grown.tree.find(blocks("abcd")).total_blocks == 1
@@ -291,9 +291,9 @@ def test_a_leaf_that_is_cut_whole_leaves_the_tree(grown: Grown) -> None:
     grown.put("abxy")
     leaf = grown.lru.coldest()
     assert leaf
-    assert grown.tree.cut(leaf, 2).tolist() == [3, 2]
+    assert grown.tree.cut(leaf, 2).pages.tolist() == [3, 2]
     assert grown.shape() == {"ab", "ab|xy"}
-    assert leaf not in grown.lru
+    assert leaf not in by_age(grown.tree)
     assert grown.tree.find(blocks("abcd")).total_blocks == 2
 
 
@@ -325,7 +325,7 @@ def test_a_tree_whose_blocks_are_all_gone_is_empty(grown: Grown) -> None:
         grown.put(text)
     pages = []
     while leaf := grown.lru.coldest():
-        pages += grown.tree.cut(leaf, 1).tolist()
+        pages += grown.tree.cut(leaf, 1).pages.tolist()
     assert sorted(pages) == list(range(7))
     assert grown.shape() == set()
     assert grown.lru.num_blocks == 0

@@ -19,8 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvd.cache.policy import Lru
-from kvd.cache.radix import Node, Tree
+from kvd.cache.radix import MEMORY, Node, Tree
 from kvd.protocol.codec import TOKEN_BYTES
 from tests.cache.conftest import histories
 
@@ -48,8 +47,8 @@ class Holder:
 class TreeAndDict(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.lru = Lru()
-        self.tree = Tree(BLOCK, TOKEN_BYTES, self.lru)
+        self.tree = Tree(bytes(32), BLOCK, TOKEN_BYTES)
+        self.lru = self.tree.lrus[MEMORY]
         self.touches = 0
         self.pages: dict[Tokens, int] = {}
         self.holders: list[Holder] = []
@@ -130,7 +129,7 @@ class TreeAndDict(RuleBasedStateMachine):
     def cut(self, size: int) -> None:
         leaf = self.lru.coldest()
         assert leaf
-        self.forget(self.tree.cut(leaf, 1 + size % leaf.num_blocks))
+        self.forget(self.tree.cut(leaf, 1 + size % leaf.num_blocks).pages)
 
     @precondition(lambda self: self.pages)
     @rule(pick=any_number)

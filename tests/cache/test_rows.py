@@ -1,4 +1,4 @@
-"""Token ids with what else stands at their positions, and back."""
+"""Token ids with what else stands at their positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.rows import EXTRA_BYTES, NO_EXTRA, row_bytes, rows_of, tokens_of
+from kvd.cache.rows import EXTRA_BYTES, NO_EXTRA, row_bytes, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest
 
@@ -27,7 +27,6 @@ def packed(*tokens: int) -> bytes:
 def test_without_extras_a_row_is_the_token() -> None:
     assert PLAIN == TOKEN_BYTES
     assert rows_of(packed(1, 2), (), 0, PLAIN) == packed(1, 2)
-    assert tokens_of(packed(1, 2), PLAIN) == packed(1, 2)
 
 
 def test_an_extra_stands_behind_its_token() -> None:
@@ -40,7 +39,7 @@ def test_a_position_counts_from_the_beginning_of_the_sequence() -> None:
 
 
 def test_no_tokens_are_no_rows() -> None:
-    assert rows_of(b"", (), 0, WIDE) == tokens_of(b"", WIDE) == b""
+    assert rows_of(b"", (), 0, WIDE) == b""
 
 
 @pytest.mark.parametrize("position", [4, 7])
@@ -80,4 +79,3 @@ def test_rows_are_equal_where_tokens_and_digests_are(
     one: list[tuple[int, bytes]], other: list[tuple[int, bytes]]
 ) -> None:
     assert (rows(one) == rows(other)) == (one == other)
-    assert tokens_of(rows(one), WIDE) == packed(*(token for token, _ in one))

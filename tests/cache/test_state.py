@@ -25,7 +25,7 @@ from kvd.cache.plan import (
     Reserved,
     Short,
 )
-from kvd.cache.rows import EXTRA_BYTES, rows_of
+from kvd.cache.rows import EXTRA_BYTES, row_bytes, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded, OutOfPages
 from kvd.protocol.layout import Layout
@@ -49,26 +49,34 @@ def test_equal_tokens_of_two_namespaces_never_meet(cache: Cache) -> None:
 
 def test_an_arena_is_found_by_its_layout(cache: Cache) -> None:
     other = Layout(2, 1, 2, "float16", block_size=1)
-    assert cache.state.find_arena(LAYOUT) is cache.arena
-    assert cache.state.find_arena(other) is None
-    assert cache.add_arena(other, 16) is cache.state.find_arena(other)
+    assert cache.state.find_arena(LAYOUT, TOKEN_BYTES) is cache.arena
+    assert cache.state.find_arena(other, TOKEN_BYTES) is None
+    assert cache.add_arena(other, 16) is cache.state.find_arena(other, TOKEN_BYTES)
 
 
-def test_a_namespace_with_extras_has_wider_rows(cache: Cache) -> None:
-    space = cache.tenant("images", extras=True)
-    assert space.tree.row_bytes == TOKEN_BYTES + EXTRA_BYTES
-    assert cache.namespace.tree.row_bytes == TOKEN_BYTES
+def test_an_arena_is_found_by_the_width_of_its_rows(cache: Cache) -> None:
+    width = row_bytes(extras=True)
+    assert cache.state.find_arena(LAYOUT, width) is None
+    wider = cache.state.add_arena(LAYOUT, width, 16, EXTENT)
+    assert cache.state.find_arena(LAYOUT, width) is wider
+    assert cache.state.find_arena(LAYOUT, TOKEN_BYTES) is cache.arena
 
 
-def test_equal_ids_with_other_digests_never_meet(cache: Cache) -> None:
-    space = cache.tenant("images", extras=True)
+def test_a_namespace_has_the_rows_of_its_arena() -> None:
+    cache = Cache(row_bytes=row_bytes(extras=True))
+    assert cache.namespace.tree.row_bytes == TOKEN_BYTES + EXTRA_BYTES
+
+
+def test_equal_ids_with_other_digests_never_meet() -> None:
+    cache = Cache(row_bytes=row_bytes(extras=True))
+    space = cache.namespace
     cat, dog = (
         rows_of(packed("ab"), ((1, bytes([image]) * 32),), 0, space.tree.row_bytes)
         for image in (1, 2)
     )
     lease = cache.state.match(1, 1, space, cat).lease
     answer = cache.state.commit(lease, 0, np.array(cache.reserve(lease, 2)), cat)
-    assert [step.tokens for step in committed(answer.plan)] == [packed("ab")]
+    assert [step.rows for step in committed(answer.plan)] == [cat]
     assert cache.state.match(1, 2, space, dog).lease.num_matched == 1
     assert cache.state.match(1, 3, space, cat).lease.num_matched == 2
 
@@ -530,14 +538,14 @@ def test_a_committed_block_is_matched(cache: Cache) -> None:
     assert cache.counts() == {"free": 13, "committed": 3}
 
 
-def test_a_commit_notes_parent_place_tokens_and_namespace(cache: Cache) -> None:
+def test_a_commit_notes_parent_place_rows_and_namespace(cache: Cache) -> None:
     cache.tenant("before")
     lease = cache.match("abcd", salt="mine")
     (a, b, c, d) = cache.reserve(lease, 4)
     first = cache.state.commit(lease, 0, np.array([a, b]), packed("ab"))
     (then,) = committed(cache.state.commit(lease, 2, np.array([c, d]), packed("cd")).plan)
     assert [step.parent for step in committed(first.plan)] == [-1]
-    assert (then.parent, then.first_block, then.tokens) == (b, 2, packed("cd"))
+    assert (then.parent, then.first_block, then.rows) == (b, 2, packed("cd"))
     assert (then.pages.tolist(), then.namespace) == ([c, d], cache.tenant("mine").id)
 
 
@@ -845,7 +853,7 @@ def test_a_dropped_block_and_all_behind_it_are_found_no_more(cache: Cache) -> No
     for text in ("abcd", "abxy", "r"):
         cache.fill(text)
     answer = cache.state.drop(cache.namespace, packed("abc"), 1)
-    assert (answer.num_blocks, answer.num_detached) == (5, 0)
+    assert (answer.num_blocks, answer.num_detached) == ([5], 0)
     assert len(freed(answer.plan)) == 5
     assert cache.texts() == {"a", "r"}
 
@@ -854,7 +862,7 @@ def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
     cache.fill("abcd")
     cache.hold("abxy")
     answer = cache.state.drop(cache.namespace, b"")
-    assert (answer.num_blocks, answer.num_detached) == (6, 4)
+    assert (answer.num_blocks, answer.num_detached) == ([6], 4)
     assert kinds(answer.plan) == [Freed, Detached]
     assert cache.match("ab").num_matched == 0
     check(cache.state)
@@ -863,7 +871,7 @@ def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
 @pytest.mark.parametrize(("text", "from_block"), [("abc", 3), ("abcd", 3), ("abx", 2), ("x", 0)])
 def test_what_is_not_there_is_not_dropped(cache: Cache, text: str, from_block: int) -> None:
     cache.fill("abc")
-    assert cache.state.drop(cache.namespace, packed(text), from_block) == DropAnswer(0, 0, [])
+    assert cache.state.drop(cache.namespace, packed(text), from_block) == DropAnswer([0], 0, [])
     assert cache.texts() == {"abc"}
 
 
@@ -891,7 +899,7 @@ def test_a_second_drop_above_a_dropped_block_does_no_harm(cache: Cache) -> None:
     pages = lease.node.path_pages().tolist()
     cache.state.drop(cache.namespace, packed("abcd"), 2)
     answer = cache.state.drop(cache.namespace, packed("a"))
-    assert (answer.num_blocks, answer.num_detached) == (2, 2)
+    assert (answer.num_blocks, answer.num_detached) == ([2], 2)
     check(cache.state)
     assert freed(cache.release(lease)) == pages[::-1]
 
@@ -936,7 +944,7 @@ def test_the_pins_of_what_is_dropped_end(cache: Cache) -> None:
     cache.pin("a")
     cache.pin("abc")
     answer = cache.state.drop(cache.namespace, packed("ab"), 1)
-    assert (answer.num_blocks, answer.num_detached) == (3, 0)
+    assert (answer.num_blocks, answer.num_detached) == ([3], 0)
     assert [pin.num_blocks for pin in cache.state.pins] == [1]
     assert cache.counts() == {"free": 15, "committed": 1}
 

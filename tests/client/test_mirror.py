@@ -29,6 +29,7 @@ from tests.e2e.support import (
 )
 
 if TYPE_CHECKING:
+    from kvd.protocol.layout import Order
     from kvd_client.client import Namespace
     from tests.arena.conftest import Child
 
@@ -167,7 +168,7 @@ def test_memory_is_given_back_with_the_last_lease(copier: Client) -> None:
     one.release()
     assert holds(two, tokens)
     two.release()
-    assert not pages[:, :, two.pages].any()
+    assert not pages[two.pages].any()
 
 
 def test_what_leases_hold_stays_where_others_beside_it_end(copier: Client) -> None:
@@ -215,8 +216,10 @@ def test_the_page_of_a_tail_that_comes_again_is_read_anew(
     assert holds(lease, tokens)
 
 
-def test_the_pieces_of_pages_are_all_of_them_once() -> None:
-    layout = Layout(3, 2, 1024, "float32", block_size=64)
+@pytest.mark.parametrize("order", ["layer_first", "page_first"])
+@pytest.mark.parametrize("block_size", [1, 64, 128])
+def test_the_pieces_of_pages_are_all_of_them_once(order: Order, block_size: int) -> None:
+    layout = Layout(3, 2, 1024, "float32", block_size, order=order)
     mirror = Mirror(layout, 64)
     pages = np.array([5, 6, 7, 20, 21, 3, 63])
     moved = [

@@ -12,7 +12,7 @@ import pytest
 import kvd
 from kvd_client import Client, Identity
 from tests.ctl.conftest import run_on_terminal
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, store, tokens_of
+from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, OPAQUE, store, tokens_of
 
 if TYPE_CHECKING:
     from kvd.protocol.messages import NamespaceStatus
@@ -97,7 +97,12 @@ def test_columns_that_say_nothing_are_left_out(number: int, ctl: Ctl) -> None:
     said = ctl("namespaces")
     assert "salt" in said
     assert "positions" not in said
-    assert "2x1x8 float32" in said
+    assert "2x1x8 float32 layer_first" in said
+
+
+def test_a_namespace_says_what_packs_its_pages(client: Client, ctl: Ctl) -> None:
+    client.open(IDENTITY, OPAQUE, salt="packed").match(TOKENS)
+    assert "2x1x8 float32 opaque, packed by a test's" in ctl("namespaces")
 
 
 def test_the_oldest_leases_come_first(namespace: Namespace, ctl: Ctl, ask: Ask) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvd.arena.page_table import table_bytes
@@ -21,6 +22,9 @@ T = TypeVar("T")
 IDENTITY = Identity("model", "main")
 # A slice has 128 bytes, so that 32 pages fill whole pages of the system: an extent of 16 KiB.
 LAYOUT = Layout(2, 1, 8, "float32", block_size=4)
+PAGE_FIRST = replace(LAYOUT, order="page_first")
+OPAQUE = replace(LAYOUT, order="opaque", layer_bytes=192, packing="a test's")
+LAYOUTS = (LAYOUT, PAGE_FIRST, OPAQUE)
 BLOCK = LAYOUT.block_size
 EXTENT_PAGES = 32
 PATIENCE_SECONDS = 30.0
@@ -39,7 +43,7 @@ def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, An
 
 def capacity_of(num_pages: int, layout: Layout = LAYOUT) -> int:
     """What so many pages take, and the table that is kept of them."""
-    return num_pages * layout.page_bytes + table_bytes(layout, num_pages)
+    return num_pages * layout.page_bytes + table_bytes(layout, 4, num_pages)
 
 
 def eventually(condition: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:

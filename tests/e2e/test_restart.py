@@ -168,11 +168,11 @@ def test_a_killed_daemon_leaves_nothing_that_hinders_the_next(
     matched_again(namespace)
     eventually(lambda: held(client) == {})
     del lease
-    # One arena, its table, and the file of the one session that is left.
+    # One arena, its table, what both are, and the file of the one session that is left.
     eventually(
         lambda: (
             sorted(path.suffix for path in daemon.directory.iterdir() if path.suffix)
-            == [".arena", ".lock", ".lock", ".pages", ".session"]
+            == [".about", ".arena", ".lock", ".lock", ".pages", ".session"]
         )
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -204,5 +205,9 @@ def test_cache_is_of_one_prompt_and_one_model(model: LlamaForCausalLM, open_for:
         KvdCache(None, model, prompt(20).view(2, 10))
     with pytest.raises(BadRequest, match="num_kv_heads 2 against 4"):
         KvdCache(open_for(model), with_kvd(num_key_value_heads=4), prompt(20))
+    namespace = open_for(model)
+    page_first = replace(namespace.layout, order="page_first")
+    with pytest.raises(BadRequest, match="order page_first against layer_first"):
+        KvdCache(namespace.client.open(namespace.identity, page_first), model, prompt(20))
     with KvdCache(None, model, prompt(20)) as cache, pytest.raises(Unsupported):
         cache.reset()

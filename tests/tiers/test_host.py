@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvd.arena.page_table import record_bytes, table_bytes
 from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFailed
+from kvd.protocol.keys import Identity, NamespaceInfo
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize
+from kvd.testing.tier_suite import MakeMemoryTier, MemoryTierSuite
 from kvd_tiers.host import DEFAULT_CAPACITY, HostConfig, HostTier
 from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
 from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
-from tests.e2e.support import EXTENT_PAGES, LAYOUT
+from tests.e2e.support import EXTENT_PAGES, LAYOUT, LAYOUTS
 
 Mount = Callable[..., Path]
 
@@ -32,6 +35,12 @@ def tier(shm: Path) -> Iterator[HostTier]:  # noqa: F811
     tier.open(7)
     yield tier
     tier.close()
+
+
+class TestTheSuite(MemoryTierSuite):
+    @pytest.fixture
+    def make_tier(self) -> MakeMemoryTier:
+        return make
 
 
 # --- capacity ---
@@ -75,20 +84,16 @@ def test_a_closed_tier_lets_go_of_its_directory(shm: Path) -> None:  # noqa: F81
     for epoch in (1, 2, 3):
         tier = make(shm / "kvd")
         tier.open(epoch)
-        tier.create_arena(LAYOUT, 4)
         tier.close()
-    assert [path.name for path in (shm / "kvd").iterdir()] == ["host.lock"]
 
 
-def test_what_an_earlier_epoch_left_is_removed(shm: Path) -> None:  # noqa: F811
-    directory = shm / "kvd"
-    directory.mkdir()
-    for name in ("0-0.arena", "0-0.pages", "notes.txt"):
-        (directory / name).touch()
-    tier = make(directory)
-    tier.open(1)
-    assert sorted(path.name for path in directory.iterdir()) == ["host.lock", "notes.txt"]
-    tier.close()
+def test_a_closed_tier_leaves_its_arenas(shm: Path) -> None:  # noqa: F811
+    for epoch in (1, 2):
+        with closing(make(shm / "kvd")) as tier:
+            tier.open(epoch)
+            tier.create_arena(LAYOUT, 4)
+    names = [f"{epoch:016x}-1.{kind}" for epoch in (1, 2) for kind in ("about", "arena", "pages")]
+    assert sorted(path.name for path in (shm / "kvd").iterdir()) == [*names, "host.lock"]
 
 
 def test_a_directory_of_another_user_is_refused(shm: Path) -> None:  # noqa: F811
@@ -110,8 +115,8 @@ def test_an_arena_has_the_whole_capacity_and_no_memory_yet(tier: HostTier) -> No
     assert arena.path.stat().st_size == arena.num_pages * LAYOUT.page_bytes
     assert arena.backed_bytes == 0
     assert arena.table.num_pages == arena.num_pages
-    size = arena.num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, arena.num_pages)
-    extent = EXTENT_PAGES * (LAYOUT.page_bytes + record_bytes(LAYOUT))
+    size = arena.num_pages * LAYOUT.page_bytes + table_bytes(LAYOUT, 4, arena.num_pages)
+    extent = EXTENT_PAGES * (LAYOUT.page_bytes + record_bytes(LAYOUT, 4))
     assert 0 <= (1 << 20) - size < extent
 
 
@@ -128,6 +133,20 @@ def test_memory_is_given_and_taken_by_extents(tier: HostTier) -> None:
     arena.back(Run(0, 3 * EXTENT_PAGES))
     arena.unback(Run(EXTENT_PAGES, EXTENT_PAGES))
     assert arena.backed_bytes == 2 * EXTENT_PAGES * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.order)
+def test_an_extent_that_goes_takes_no_byte_of_others(tier: HostTier, layout: Layout) -> None:
+    arena = tier.create_arena(layout, 4)
+    size = arena.extent_pages
+    arena.back(Run(0, 3 * size))
+    memory = arena.memory.pages.view(np.uint8)
+    memory[: 3 * size] = 1
+    arena.unback(Run(size, size))
+    assert arena.backed_bytes == 2 * size * layout.page_bytes
+    assert memory[:size].all()
+    assert memory[2 * size : 3 * size].all()
+    assert not arena.memory.pages_view(Run(size, size)).any()
 
 
 def test_a_layout_of_which_no_extent_fits_is_refused(tier: HostTier) -> None:
@@ -161,4 +180,12 @@ def test_files_are_not_for_everybody(tier: HostTier) -> None:
     arena = tier.create_arena(LAYOUT, 4)
     assert tier.directory.stat().st_mode & 0o777 == 0o750
     assert arena.path.stat().st_mode & 0o007 == 0
-    assert arena.path.with_suffix(".pages").stat().st_mode & 0o777 == 0o600
+    for suffix in (".pages", ".about"):
+        assert arena.path.with_suffix(suffix).stat().st_mode & 0o777 == 0o600
+
+
+def test_an_arena_that_is_removed_leaves_no_file(tier: HostTier) -> None:
+    arena = tier.create_arena(LAYOUT, 4)
+    arena.note_namespace(1, NamespaceInfo(Identity("model", "main"), LAYOUT))
+    tier.remove_arena(arena)
+    assert [path.name for path in tier.directory.iterdir()] == ["host.lock"]

@@ -76,7 +76,7 @@ def test_a_daemon_runs_with_somebody_elses_tier(
 
 def test_an_unknown_type_is_answered_with_the_known_ones(plugin: Path, tmp_path: Path) -> None:
     for section in ({"type": "nonesuch"}, {}, {"type": 3}, {"type": None}):
-        with pytest.raises(ConfigError, match="known here: broken, host, painted"):
+        with pytest.raises(ConfigError, match="known here: broken, faulty, host, lmdb, painted"):
             load_tier(section, tmp_path, tmp_path)
 
 

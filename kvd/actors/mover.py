@@ -1,0 +1,337 @@
+"""Mover: copies blocks between memory and the stores, down in the background and up when asked.
+
+Concurrency: what it does is booked in the state between two awaits. Meanwhile it names pages with
+their generations and keys, never nodes: whatever was evicted, committed or dropped while it waited,
+the state or the page table says when it is done. Pages that it reads without holding them are read
+in the thread that gives memory and takes it, so that none is taken under it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+from kvd.arena.page_table import NO_PARENT, PageState
+from kvd.arena.runs import pages_of
+from kvd.cache.recovery import about
+from kvd.protocol.errors import KvdError, TierFailed
+from kvd.tiers import copying
+from kvd.tiers.copying import Copy
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
+    from kvd.actors.manager import Manager
+    from kvd.actors.store import StoreActor
+    from kvd.arena.runs import Pages
+    from kvd.cache.memory import ArenaState, Namespace
+    from kvd.cache.plan import Lacking, Plan
+    from kvd.cache.stores import Write
+    from kvd.config import CacheConfig
+    from kvd.protocol.codec import Tokens
+    from kvd.tiers.base import TierArena
+
+logger = logging.getLogger(__name__)
+
+# What goes down at once: the store's writer is busy with it for a tenth of a second or so.
+DEMOTE_BYTES = 64 << 20
+# What comes up at once: what is there by a deadline is whole pieces of this.
+PROMOTE_BYTES = 16 << 20
+HELD_FRACTION = 16
+# What is summed at once, in the thread that gives memory: some milliseconds.
+SUM_BYTES = 32 << 20
+# A promotion that finds no pages in this time is given up.
+PROMOTE_SECONDS = 0.5
+# What is prefetched is given up after so long, and so many at once.
+PREFETCH_SECONDS = 60.0
+MAX_PREFETCHES = 32
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """Something that matches wait for, done once for all of them."""
+
+    done: anyio.Event = field(default_factory=anyio.Event)
+    is_good: bool = False
+
+
+class Mover:
+    """All movement of one daemon."""
+
+    def __init__(self, config: CacheConfig, manager: Manager, stores: Sequence[StoreActor]) -> None:
+        self._config = config
+        self._manager = manager
+        self._state = manager.state
+        self._stores = stores
+        # What is on its way is held: of a small memory never so much that others wait for it.
+        most = self._state.memory.capacity_bytes // HELD_FRACTION
+        self._demote_bytes = min(DEMOTE_BYTES, most)
+        self._promote_bytes = min(PROMOTE_BYTES, most)
+        self._writing = {store: anyio.Lock() for store in stores}
+        self._works: dict[object, _Work] = {}
+        self._num_prefetching = 0
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self._sum)
+            for store in self._stores:
+                self._tasks.start_soon(self._demote, store)
+            if self._stores:
+                self._tasks.start_soon(self._checkpoint_by_time)
+            task_status.started()
+
+    async def close(self) -> None:
+        """Save what is not saved yet, as far as there is time, and stop."""
+        try:
+            await self.checkpoint()
+        except TierFailed as error:
+            logger.error("reason=not_saved %s", error)
+        finally:
+            self._tasks.cancel_scope.cancel()
+
+    # --- down ---
+
+    async def _demote(self, actor: StoreActor) -> None:
+        """Copy blocks down, the oldest first, while memory is full enough."""
+        while True:
+            if not (self._is_due(actor) and await self._demote_some(actor)):
+                await self._manager.changed.wait()
+
+    def _is_due(self, actor: StoreActor) -> bool:
+        memory = self._state.memory
+        is_full = memory.used_bytes() > self._config.demote_watermark * memory.capacity_bytes
+        return actor.state.may_write and is_full
+
+    async def _demote_some(self, actor: StoreActor) -> bool:
+        """Copy some blocks down; False where there are none to be copied."""
+        async with self._writing[actor]:
+            plan: Plan = []
+            write = self._state.stores.next_write(actor.state, self._demote_bytes, plan)
+            self._manager.carry_out(plan)
+            if write is None:
+                return False
+            bad: list[int] | None = None
+            try:
+                bad = await self._write(actor, write)
+            except KvdError as error:
+                logger.debug("%d blocks not copied down: %s", len(write.pages), error)
+            finally:
+                plan = []
+                self._state.stores.end_write(write, plan, saved=bad == [])
+                self._manager.carry_out(plan)
+        for place in bad or ():
+            self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
+        return bad is not None
+
+    async def _write(self, actor: StoreActor, write: Write) -> list[int]:
+        """The places of blocks that are not what their checksum says; then not all were copied."""
+        arena, store = self._manager.arenas[write.arena.id], actor.store(write.arena.layout)
+        assert store is not None
+        abouts = [about(*each) for each in zip(write.parents, write.rows, strict=True)]
+        sums = arena.table.checksums(write.pages).tolist()
+        job = actor.submit(actor.writer.write, store, arena, write.pages, write.keys, abouts, sums)
+        bad: list[int] = await actor.finish(job)
+        return bad
+
+    async def checkpoint(self) -> int:
+        """Copy down all that has no copy yet in the stores that survive; how many blocks.
+
+        When it returns they survive a power loss, and what was dropped before stays dropped. Raises
+        TierFailed where that cannot be.
+        """
+        before = self._state.counters["blocks_demoted"]
+        for actor in self._stores:
+            if actor.tier.survives:
+                await self._save_all(actor)
+        return self._state.counters["blocks_demoted"] - before
+
+    async def _checkpoint_by_time(self) -> None:
+        while True:
+            await anyio.sleep(self._config.checkpoint_seconds)
+            try:
+                await self.checkpoint()
+            except TierFailed as error:
+                logger.error("reason=not_saved %s", error)
+
+    async def _save_all(self, actor: StoreActor) -> None:
+        stores = self._state.stores
+        waiting = stores.waiting(actor.state)
+        while waiting := stores.still_waiting(actor.state, waiting):
+            if not await self._demote_some(actor):
+                raise TierFailed(
+                    f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
+                )
+        await actor.sync()
+
+    # --- up ---
+
+    async def prepare(
+        self, space: Namespace, tokens: Tokens, seconds: float, *, promote: bool = True
+    ) -> dict[str, int]:
+        """Verify and, to `promote`, read what these tokens lack in memory, while there is time.
+
+        In order, so that what is there in time is the longer prefix; what has begun goes on behind.
+        How many blocks came from which tier.
+        """
+        came: Counter[str] = Counter()
+        with anyio.move_on_after(seconds):
+            while space.id in self._state.namespaces and (
+                lacking := self._state.lacking(space, tokens)
+            ):
+                if lacking.keys and not promote:
+                    break
+                before = space.tree.find(tokens).total_blocks
+                work = self._work(space, tokens, lacking)
+                await work.done.wait()
+                num_blocks = space.tree.find(tokens).total_blocks - before
+                if lacking.keys and num_blocks > 0:
+                    came[self._stores[lacking.tier - 1].tier.name] += num_blocks
+                if not work.is_good:
+                    break
+        return dict(came)
+
+    def prefetch(self, space: Namespace, tokens: Tokens) -> None:
+        """Bring what these tokens lack to memory, in the background; nobody waits for it.
+
+        Of too many at once the last are left out: they are brought when they are asked for.
+        """
+        if self._num_prefetching < MAX_PREFETCHES:
+            self._tasks.start_soon(self._prefetch, space, tokens)
+
+    async def _prefetch(self, space: Namespace, tokens: Tokens) -> None:
+        self._num_prefetching += 1
+        try:
+            await self.prepare(space, tokens, PREFETCH_SECONDS)
+        finally:
+            self._num_prefetching -= 1
+
+    def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work:
+        """What brings some of what is lacking, begun now or under way already."""
+        name = lacking.keys[0] if lacking.keys else (space.arena.id, int(lacking.pages[0]))
+        work = self._works.get(name)
+        if work is None:
+            work = self._works[name] = _Work()
+            self._tasks.start_soon(self._bring, name, space, tokens, lacking, work)
+        return work
+
+    async def _bring(
+        self, name: object, space: Namespace, tokens: Tokens, lacking: Lacking, work: _Work
+    ) -> None:
+        try:
+            if lacking.keys:
+                work.is_good = await self._promote(space, tokens, lacking.tier)
+            else:
+                size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
+                await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
+                work.is_good = True
+        except KvdError as error:
+            logger.debug("blocks could not be brought: %s", error)
+        except Exception:
+            logger.exception("reason=internal blocks could not be brought")
+        finally:
+            del self._works[name]
+            work.done.set()
+
+    async def _promote(self, space: Namespace, tokens: Tokens, tier: int) -> bool:
+        """Read the next blocks of these tokens into memory; True when it is worth to look again.
+
+        As a client would: a lease of the daemon's own on what is there, pages for the rest, commit.
+        """
+        actor, layout = self._stores[tier - 1], space.arena.layout
+        store, arena = actor.store(layout), self._manager.arenas[space.arena.id]
+        assert store is not None
+        with self._manager.holding(space, tokens) as lease:
+            lacking = self._state.lacking(space, tokens)
+            if lacking is None or lacking.tier != tier:
+                return True
+            keys = lacking.keys[: max(1, self._promote_bytes // layout.page_bytes)]
+            first, width = lease.num_blocks, space.tree.block_bytes
+            runs = await self._manager.reserve(lease, 0, len(keys), 0, PROMOTE_SECONDS)
+            pages = pages_of(runs)
+            copies = await actor.read(copying.read, store, arena, pages, keys)
+            good = next((at for at, copy in enumerate(copies) if copy is not Copy.GOOD), len(keys))
+            if good:
+                rows = tokens[first * width : (first + good) * width]
+                self._manager.carry_out(self._state.commit(lease, first, pages[:good], rows).plan)
+                self._state.counters["blocks_promoted"] += good
+            if good < len(keys):
+                self._remove(space, tokens[: (first + good + 1) * width], copies[good])
+        return True
+
+    # --- checksums ---
+
+    async def _sum(self) -> None:
+        """Sum blocks up soon after their commit, so that damage is seen from then on."""
+        while True:
+            while self._manager.unsummed:
+                await self._manager.in_order(self._sum_some)
+            await self._manager.changed.wait()
+
+    async def _sum_some(self) -> None:
+        number, pages = self._manager.unsummed.popleft()
+        arena, state = self._manager.arenas.get(number), self._state.memory.arenas.get(number)
+        if arena is None or state is None:
+            return
+        pages = pages[state.pool.states[pages] == PageState.COMMITTED]
+        size = max(1, SUM_BYTES // arena.layout.page_bytes)
+        if len(pages) > size:
+            self._manager.unsummed.appendleft((number, pages[size:]))
+        pages = pages[:size]
+        if not len(pages):
+            return
+        generations = arena.table.generations(pages)
+        sums = await self._manager.checksums(arena, pages)
+        arena.table.add_checksums(pages, generations, sums)
+
+    async def verify(self, arena: ArenaState, pages: Pages) -> tuple[int, int]:
+        """Compare blocks in memory with their checksums; how many were looked at and how many bad.
+
+        To be called by `Manager.in_order`. Bad ones are removed, with all that follows them.
+        """
+        there = self._manager.arenas.get(arena.id)
+        pages = pages[arena.pool.states[pages] == PageState.COMMITTED]
+        if there is None or not len(pages):
+            return 0, 0
+        pages = pages[there.table.checksums(pages) != 0]
+        generations = there.table.generations(pages)
+        sums = await self._manager.checksums(there, pages)
+        is_same = arena.pool.states[pages] == PageState.COMMITTED
+        pages, sums, generations = pages[is_same], sums[is_same], generations[is_same]
+        is_same = there.table.generations(pages) == generations
+        is_good = there.table.checksums(pages) == sums
+        arena.unverified.difference_update(pages[is_same & is_good].tolist())
+        bad = pages[is_same & ~is_good].tolist()
+        for page in bad:
+            self._remove_page(there, page)
+        return len(pages), len(bad)
+
+    def _remove_page(self, arena: TierArena, page: int) -> None:
+        """A page in memory is not what was committed to it."""
+        parts: list[bytes] = []
+        width = arena.layout.block_size * arena.row_bytes
+        records = arena.table.records
+        number = int(records[page]["namespace"])
+        while page != NO_PARENT and records[page]["state"] == PageState.COMMITTED:
+            parts.append(records[page]["rows"].tobytes()[:width])
+            page = int(records[page]["parent"])
+        if page == NO_PARENT and (space := self._state.namespaces.get(number)):
+            self._remove(space, b"".join(reversed(parts)), Copy.BAD)
+
+    def _remove(self, space: Namespace, tokens: Tokens, copy: Copy) -> None:
+        """A block is not what it was, or is not there; it goes with all that follows it."""
+        plan = self._state.remove(space, tokens)
+        if plan and copy is Copy.BAD:
+            self._state.counters["checksum_failures"] += 1
+            logger.error(
+                "reason=checksum a block of %s, %d tokens in, is damaged: it is removed with what "
+                "follows it",
+                space.identity.model,
+                len(tokens) // space.tree.row_bytes,
+            )
+        self._state.counters["blocks_missing"] += copy is Copy.MISSING
+        self._manager.carry_out(plan)

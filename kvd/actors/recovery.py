@@ -1,0 +1,137 @@
+"""Recovery: takes over what an earlier epoch left, before anything is served."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+import numpy as np
+
+from kvd.actors.store import NAMESPACE_NOTE
+from kvd.arena.page_table import PageState
+from kvd.cache.radix import MEMORY
+from kvd.cache.recovery import plant, read_store, read_table
+from kvd.protocol.errors import KvdError
+from kvd.protocol.keys import KEY_BYTES, BlockKey, NamespaceInfo
+
+if TYPE_CHECKING:
+    from kvd.actors.manager import Manager
+    from kvd.actors.store import StoreActor
+    from kvd.actors.tier import TierActor
+    from kvd.cache.memory import Namespace
+    from kvd.cache.plan import Plan
+    from kvd.tiers.base import Adopted, Store
+
+logger = logging.getLogger(__name__)
+
+
+async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor]) -> None:
+    """Adopt arenas, read the stores, and keep of both what today's limits allow."""
+    for adopted in await tier.adopt():
+        try:
+            await _adopt(manager, adopted)
+        except KvdError as error:
+            logger.warning("reason=not_adopted %s: %s", adopted.arena.path, error)
+            await tier.remove_arena(adopted.arena)
+    for actor in stores:
+        for store in actor.stores:
+            await _recover(manager, actor, store)
+    plan: Plan = []
+    manager.state.memory.shrink(plan)
+    for actor in stores:
+        manager.state.stores.trim(actor.state, plan)
+    manager.carry_out(plan)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+async def _adopt(manager: Manager, adopted: Adopted) -> None:
+    started = time.monotonic()
+    arena, table = manager.add_arena(adopted.arena), adopted.arena.table
+    is_block = adopted.sealed & (adopted.records["state"] == PageState.COMMITTED)
+    used = set(np.unique(adopted.records["namespace"][is_block]).tolist())
+    spaces = {
+        number: manager.restore_namespace(number, info, arena)
+        for number, info in adopted.namespaces.items()
+        if number in used
+    }
+    for number in adopted.namespaces.keys() - used:
+        adopted.arena.forget_namespace(number)
+    found = read_table(adopted, spaces)
+    planted = await anyio.to_thread.run_sync(plant, found.forest, MEMORY)
+    kept = adopted.pages[planted]
+    arena.pool.restore(adopted.pages, kept, list(found.quarantined.values()))
+    # The table says what they are before anybody gets one of them.
+    table.free(np.flatnonzero(arena.pool.states == PageState.FREE))
+    for session, pages in found.quarantined.items():
+        table.quarantine(pages, session)
+        manager.quarantine(arena, session, pages)
+    checksums = table.checksums(kept)
+    arena.unverified.update(kept[checksums != 0].tolist())
+    manager.unsummed.append((arena.id, kept[checksums == 0]))
+    manager.state.counters["blocks_adopted"] += len(kept)
+    manager.state.counters["blocks_rootless"] += int(is_block.sum()) - len(kept)
+    logger.info(
+        "%d blocks adopted from %s, %d pages in doubt, in %.2f s",
+        len(kept),
+        adopted.arena.path,
+        sum(map(len, found.quarantined.values())),
+        time.monotonic() - started,
+    )
+
+
+# --- stores ----------------------------------------------------------------------------------
+
+
+async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
+    started = time.monotonic()
+    try:
+        records = await actor.read(_scanned, store)
+        infos = await actor.read(_namespaces, store)
+    except KvdError as error:
+        logger.error("reason=not_recovered tier %s: %s", actor.tier.name, error)
+        return
+    parents = {about[:KEY_BYTES] for _, about in records}
+    spaces: dict[bytes, Namespace] = {}
+    for key in infos.keys() & parents:
+        try:
+            spaces[key] = await manager.known_namespace(infos[key])
+        except KvdError as error:
+            logger.warning("reason=not_recovered %s: %s", infos[key].identity.model, error)
+    forest = read_store(records, spaces)
+    planted = await anyio.to_thread.run_sync(plant, forest, actor.state.tier)
+    lost = [key for (key, _), is_there in zip(records, planted, strict=True) if not is_there]
+    actor.forget(store.layout, lost)
+    manager.state.counters["blocks_recovered"] += len(records) - len(lost)
+    manager.state.counters["blocks_rootless"] += len(lost)
+    seconds = time.monotonic() - started
+    logger.info(
+        "%d blocks recovered from tier %s, %d without a root, in %.2f s",
+        len(records) - len(lost),
+        actor.tier.name,
+        len(lost),
+        seconds,
+    )
+
+
+def _scanned(store: Store) -> list[tuple[BlockKey, bytes]]:
+    return [record for batch in store.scan() for record in batch]
+
+
+def _namespaces(store: Store) -> dict[bytes, NamespaceInfo]:
+    """What is known of the namespaces in a store, by their keys; what cannot be read is not."""
+    infos = {}
+    for name, value in store.notes().items():
+        if name.startswith(NAMESPACE_NOTE):
+            try:
+                info = msgspec.msgpack.decode(value, type=NamespaceInfo)
+            except msgspec.MsgspecError as error:
+                logger.warning("reason=not_recovered a namespace's note: %s", error)
+                continue
+            infos[info.key] = info
+    return infos

@@ -1,0 +1,256 @@
+"""StoreActor: one store tier: its threads, and its health."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+
+import anyio
+import msgspec
+
+from kvd.protocol.errors import TierFailed, TierFull
+from kvd.tiers.copying import Writer, data_bytes
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
+    from kvd.actors.signal import Signal
+    from kvd.cache.stores import StoreState
+    from kvd.protocol.keys import BlockKey, NamespaceInfo
+    from kvd.protocol.layout import Layout
+    from kvd.tiers.base import Store, StoreTier
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# A store that failed is tried again after the first of these, and later at most after the second.
+FIRST_PAUSE_SECONDS = 1.0
+LAST_PAUSE_SECONDS = 60.0
+# So many reads at once; the writer is one more.
+NUM_READERS = 2
+# Beside its records a store has what its namespaces are, by their keys.
+NAMESPACE_NOTE = b"namespace "
+
+
+@dataclass(slots=True)
+class Job:
+    """Work for a store's writer, and how it went."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    then: Callable[[Any], None] | None
+    otherwise: Callable[[], None] | None
+    done: anyio.Event = field(default_factory=anyio.Event)
+    result: Any = None
+    error: TierFailed | None = None
+
+
+class StoreActor:
+    """One store tier. What changes it is done in the order in which it was submitted.
+
+    While it fails it is left alone for longer and longer pauses; nobody waits for it.
+    """
+
+    def __init__(self, tier: StoreTier, state: StoreState, changed: Signal) -> None:
+        """`changed` is told when the tier works again."""
+        self.tier = tier
+        self.state = state
+        self.writer = Writer()
+        # What is wrong with it, in words; nothing while it works.
+        self.trouble = ""
+        self.counters = {"write_failures": 0, "read_failures": 0}
+        self._changed = changed
+        self._stores: dict[Layout, Store] = {}
+        self._unprepared: dict[bytes, NamespaceInfo] = {}
+        self._undeleted: list[tuple[Store, Sequence[BlockKey]]] = []
+        self._jobs: deque[Job] = deque()
+        self._new_job = anyio.Event()
+        self._is_closing = False
+        self._readers = anyio.CapacityLimiter(NUM_READERS)
+        self._failed = anyio.Event()
+
+    # --- life ---
+
+    async def open(self, epoch: int) -> None:
+        """Raises AlreadyRunning, TierFailed."""
+        await anyio.to_thread.run_sync(self.tier.open, epoch)
+        for store in self.tier.stores():
+            self._know(store)
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._recover)
+            task_status.started()
+            while not self._is_closing or self._jobs:
+                await self._new_job.wait()
+                self._new_job = anyio.Event()
+                while self._jobs:
+                    await self._do(self._jobs.popleft())
+            tasks.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Finish what was submitted, and nothing more."""
+        self._is_closing = True
+        self._new_job.set()
+
+    @property
+    def stores(self) -> Sequence[Store]:
+        return list(self._stores.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that are not begun."""
+        return len(self._jobs)
+
+    # --- work ---
+
+    def submit(
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        then: Callable[[T], None] | None = None,
+        otherwise: Callable[[], None] | None = None,
+    ) -> Job:
+        """Have something done in the writer's thread after all that was submitted before.
+
+        Where that went well, `then` is called with its result, else `otherwise`, on the event loop.
+        """
+        job = Job(function, args, then, otherwise)
+        self._jobs.append(job)
+        self._new_job.set()
+        return job
+
+    async def finish(self, job: Job) -> Any:
+        """A job's result; raises what it raised."""
+        await job.done.wait()
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    async def _do(self, job: Job) -> None:
+        try:
+            job.result = await anyio.to_thread.run_sync(job.function, *job.args)
+            if job.then is not None:
+                job.then(job.result)
+        except Exception as error:  # it is the submitter's, and the writer goes on
+            job.error = self._as_failed(error)
+            if job.otherwise is not None:
+                job.otherwise()
+            self.counters["write_failures"] += 1
+            self._note(job.error, reads=False)
+        finally:
+            job.done.set()
+
+    async def read(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Have something read, beside the writer. Raises TierFailed."""
+        try:
+            return await anyio.to_thread.run_sync(function, *args, limiter=self._readers)
+        except Exception as error:
+            self.counters["read_failures"] += 1
+            failed = self._as_failed(error)
+            self._note(failed, reads=True)
+            raise failed from error
+
+    # --- stores ---
+
+    def store(self, layout: Layout) -> Store | None:
+        return self._stores.get(layout)
+
+    def prepare(self, info: NamespaceInfo) -> Job:
+        """Have a namespace noted, in the store of its layout, before any block of it comes."""
+        self._unprepared[info.key] = info
+        return self.submit(self._prepare, info, then=self._prepared)
+
+    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store]:
+        layout = info.layout
+        store = next((store for store in self.tier.stores() if store.layout == layout), None)
+        if store is None:
+            store = self.tier.create_store(layout, data_bytes(layout))
+        store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
+        return info, store
+
+    def _prepared(self, prepared: tuple[NamespaceInfo, Store]) -> None:
+        info, store = prepared
+        self._unprepared.pop(info.key, None)
+        self._know(store)
+        self._changed.set()
+
+    def _know(self, store: Store) -> None:
+        self._stores[store.layout] = store
+        self.state.record_bytes[store.layout] = store.record_bytes
+
+    def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
+        """Have blocks forgotten, which may be on their way or not be there."""
+        if (store := self._stores.get(layout)) is not None:
+            self._delete(store, keys)
+
+    def _delete(self, store: Store, keys: Sequence[BlockKey]) -> Job:
+        """Where that fails it is tried again before anything else is written."""
+
+        def again() -> None:
+            self._undeleted.append((store, keys))
+
+        return self.submit(store.delete, keys, otherwise=again)
+
+    def remove_store(self, layout: Layout) -> None:
+        """Nobody uses a layout any more."""
+        if (store := self._stores.pop(layout, None)) is not None:
+            del self.state.record_bytes[layout]
+            self.submit(self.tier.remove_store, store)
+
+    async def sync(self) -> None:
+        """When it returns, all that was submitted before survives a power loss; raises TierFailed.
+
+        What could not be deleted yet is not so.
+        """
+        for store in self.stores:
+            await self.finish(self.submit(store.sync))
+        if self._undeleted:
+            raise TierFailed(f"tier {self.tier.name} could not forget all blocks: {self.trouble}")
+
+    # --- health ---
+
+    def _as_failed(self, error: Exception) -> TierFailed:
+        """Whatever a plugin raises is its failure, and nobody else's."""
+        if isinstance(error, TierFailed):
+            return error
+        logger.error("reason=internal tier %s", self.tier.name, exc_info=error)
+        return TierFailed(f"{type(error).__name__}: {error}")
+
+    def _note(self, error: TierFailed, *, reads: bool) -> None:
+        if not self.trouble:
+            logger.error("reason=tier_failed tier %s: %s", self.tier.name, error)
+        self.trouble = str(error)
+        self.state.may_write = False
+        if reads and not isinstance(error, TierFull):
+            self.state.may_read = False
+        self._failed.set()
+
+    async def _recover(self) -> None:
+        """After a failure, see again and again whether it works."""
+        while True:
+            await self._failed.wait()
+            pause = FIRST_PAUSE_SECONDS
+            while self.trouble:
+                await anyio.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE_SECONDS)
+                if await self._works():
+                    logger.warning("tier %s works again", self.tier.name)
+                    self.trouble = ""
+                    self.state.may_write = self.state.may_read = True
+                    self._changed.set()
+            self._failed = anyio.Event()
+
+    async def _works(self) -> bool:
+        undeleted, self._undeleted = self._undeleted, []
+        jobs = [self._delete(*each) for each in undeleted]
+        jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
+        jobs += [self.prepare(info) for info in list(self._unprepared.values())]
+        for job in jobs:
+            await job.done.wait()
+        return all(job.error is None for job in jobs)

@@ -1,0 +1,60 @@
+"""About: what an arena's files are, said in a file beside them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvd.arena.files import make_file, open_ours
+from kvd.protocol.errors import TierFailed
+from kvd.protocol.keys import NamespaceInfo
+from kvd.protocol.layout import Layout
+
+VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+RowBytes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class About(msgspec.Struct, frozen=True):
+    """All that one must know to read an arena and its page table.
+
+    `boot` is the start of the machine on which they were made; `namespaces` says what the numbers
+    in the records stand for.
+    """
+
+    version: int
+    boot: bytes
+    layout: Layout
+    row_bytes: RowBytes
+    num_pages: Count
+    extent_pages: Count
+    namespaces: dict[int, NamespaceInfo] = {}
+
+
+def write_about(path: Path, about: About) -> None:
+    """Whoever reads the file finds what it says now or what it said before; raises OSError."""
+    new = path.with_stem(path.stem + "-new")
+    try:
+        with open(make_file(new, 0, 0o600), "wb") as file:
+            file.write(msgspec.msgpack.encode(about))
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def read_about(path: Path) -> About:
+    """Raises OSError, and TierFailed for what this version cannot read."""
+    with open(open_ours(path), "rb") as file:
+        written = file.read()
+    try:
+        about = msgspec.msgpack.decode(written, type=About)
+    except msgspec.MsgspecError as error:
+        raise TierFailed(f"{path} cannot be read: {error}") from error
+    if about.version != VERSION:
+        raise TierFailed(f"{path} has version {about.version} and not {VERSION}")
+    return about

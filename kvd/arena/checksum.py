@@ -1,0 +1,42 @@
+"""Checksums of blocks: xxh3 over a block's bytes in page order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvd.arena.runs import Pages
+    from kvd.protocol.layout import Layout
+
+# Copying and hashing let other threads run, for which they must stop: so seldom that it costs
+# little, and so often that the scratch memory is small.
+SCRATCH_BYTES = 4 << 20
+
+
+class Copied(Protocol):
+    """An arena whose pages can be copied, be it the daemon's own mapping or a tier's."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def copy_out(self, pages: Pages, out: memoryview) -> None: ...
+
+
+def block_checksums(arena: Copied, pages: Pages) -> NDArray[np.uint64]:
+    """The checksum of each page, never 0, which stands for none. For a thread of its own."""
+    page_bytes = arena.layout.page_bytes
+    step = max(1, SCRATCH_BYTES // page_bytes)
+    scratch = memoryview(bytearray(min(step, len(pages)) * page_bytes))
+    sums: list[int] = []
+    for start in range(0, len(pages), step):
+        piece = pages[start : start + step]
+        arena.copy_out(piece, scratch[: len(piece) * page_bytes])
+        sums += [
+            xxhash.xxh3_64_intdigest(scratch[place : place + page_bytes]) or 1
+            for place in range(0, len(piece) * page_bytes, page_bytes)
+        ]
+    return np.array(sums, np.uint64)

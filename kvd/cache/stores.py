@@ -1,0 +1,271 @@
+"""Stores: which blocks have copies in the tiers below memory, which go down, and which go.
+
+Every store gets its copies from memory, the oldest ones without a copy first, whether or not the
+tiers between have them: so no block is read to be moved down, and one that memory evicts is only
+forgotten there. What a store has is closed under prefixes: a block's ancestors go down before it or
+with it, and it goes before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvd.cache.plan import Forgotten
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from kvd.arena.runs import Pages
+    from kvd.cache.memory import ArenaState, Memory, Namespace
+    from kvd.cache.plan import Plan
+    from kvd.cache.radix import Node, Tree
+    from kvd.protocol.keys import BlockKey
+    from kvd.protocol.layout import Layout
+
+Admission = Literal["all", "reused"]
+
+
+@dataclass(eq=False, slots=True)
+class StoreState:
+    """One tier below memory: number `tier` of all.
+
+    `record_bytes` says what a block of a layout takes of `usable_bytes`. `admission`: whether each
+    block gets a copy, or one that was matched again. While it fails nothing goes down, or comes up.
+    """
+
+    tier: int
+    name: str
+    usable_bytes: int
+    admission: Admission = "all"
+    record_bytes: dict[Layout, int] = field(default_factory=dict)
+    writing_bytes: int = 0
+    may_write: bool = True
+    may_read: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks at the end of a path that is locked until their copies are there."""
+
+    space: Namespace
+    end: Node
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copies on their way to a store: of each block its page, key, parent's key and rows."""
+
+    store: StoreState
+    arena: ArenaState
+    pieces: list[_Piece]
+    pages: Pages
+    keys: list[BlockKey]
+    parents: list[bytes]
+    rows: list[bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pages) * self.store.record_bytes[self.arena.layout]
+
+
+class Stores:
+    """The tiers below memory, and what is on its way to them."""
+
+    def __init__(
+        self, stores: Sequence[StoreState], memory: Memory, counters: Counter[str]
+    ) -> None:
+        self._stores = stores
+        self._memory = memory
+        self._counters = counters
+        self._turn = 0
+        self.writes: list[Write] = []
+
+    def __iter__(self) -> Iterator[StoreState]:
+        return iter(self._stores)
+
+    def may_read(self, tier: int) -> bool:
+        return self._stores[tier - 1].may_read
+
+    # --- down ---
+
+    def admit(self, space: Namespace, end: Node, *, is_new: bool) -> None:
+        """Blocks were committed, or matched: stores that take such shall have copies of them."""
+        for store in self._stores:
+            if store.may_write and (store.admission == "all" or not is_new):
+                space.tree.admit(end, store.tier)
+
+    def num_unsaved_bytes(self, store: StoreState) -> int:
+        """What is in memory and waits for a copy; locked or not."""
+        return sum(
+            sum(node.num_blocks for node in space.tree.unsaved[store.tier])
+            * space.arena.layout.page_bytes
+            for space in self._memory.spaces()
+        )
+
+    def next_write(self, store: StoreState, max_bytes: int, plan: Plan) -> Write | None:
+        """The oldest blocks of one layout that wait for a copy, `max_bytes` of them or one block.
+
+        They are locked until `end_write`. What goes in the store to make room is in the plan.
+        None where nothing waits, or nothing has room.
+        """
+        arenas = list(self._memory.arenas.values())
+        self._turn += 1
+        for place in range(len(arenas)):
+            arena = arenas[(place + self._turn) % len(arenas)]
+            if arena.layout in store.record_bytes and (
+                write := self._write_of(store, arena, max_bytes, plan)
+            ):
+                return write
+        return None
+
+    def _write_of(
+        self, store: StoreState, arena: ArenaState, max_bytes: int, plan: Plan
+    ) -> Write | None:
+        record = store.record_bytes[arena.layout]
+        left = max(1, max_bytes // arena.layout.page_bytes)
+        left = min(left, store.usable_bytes // record, self._num_unsaved(store, arena, left))
+        if not left:
+            return None
+        self._make_room(store, left * record, plan)
+        left = min(left, (store.usable_bytes - self.used_bytes(store)) // record)
+        pieces: list[_Piece] = []
+        for space in arena.namespaces:
+            while left > 0 and space.tree.unsaved[store.tier]:
+                for node in _missing(next(iter(space.tree.unsaved[store.tier])), store.tier):
+                    if left <= 0:
+                        break
+                    size = min(left, node.num_blocks)
+                    end = space.tree.begin_saving(node, size, store.tier)
+                    pieces.append(_Piece(space, end, size))
+                    left -= size
+        write = _write(store, arena, pieces) if pieces else None
+        if write:
+            store.writing_bytes += write.num_bytes
+            self.writes.append(write)
+        return write
+
+    def _num_unsaved(self, store: StoreState, arena: ArenaState, most: int) -> int:
+        """How many blocks of a layout wait for a copy, counted up to `most` of them."""
+        count = 0
+        for space in arena.namespaces:
+            for node in space.tree.unsaved[store.tier]:
+                count += node.num_blocks
+                if count >= most:
+                    return count
+        return count
+
+    def end_write(self, write: Write, plan: Plan, *, saved: bool) -> int:
+        """The copies are in the store, or will not be; how many blocks have one now."""
+        self.writes.remove(write)
+        write.store.writing_bytes -= write.num_bytes
+        count = 0
+        for piece in write.pieces:
+            num_saved, gone = piece.space.tree.end_saving(
+                piece.end, piece.num_blocks, write.store.tier, saved=saved
+            )
+            self._memory.free(piece.space, gone, plan)
+            count += num_saved
+        self._counters["blocks_demoted"] += count
+        return count
+
+    def waiting(self, store: StoreState) -> list[tuple[Tree, Node]]:
+        """What waits for a copy now, or has one on its way."""
+        nodes = [
+            (space.tree, node)
+            for space in self._memory.spaces()
+            for node in space.tree.unsaved[store.tier]
+        ]
+        ends = [
+            (piece.space.tree, piece.end)
+            for write in self.writes
+            if write.store is store
+            for piece in write.pieces
+        ]
+        return ends + nodes
+
+    def still_waiting(
+        self, store: StoreState, nodes: list[tuple[Tree, Node]]
+    ) -> list[tuple[Tree, Node]]:
+        """Those of them that wait still."""
+        return [
+            (tree, node)
+            for tree, node in nodes
+            if node in tree.unsaved[store.tier] or node.saving >> store.tier & 1
+        ]
+
+    # --- what goes ---
+
+    def used_bytes(self, store: StoreState) -> int:
+        """Of its usable bytes, what records take, those on their way included."""
+        return store.writing_bytes + sum(
+            space.tree.counts[store.tier] * store.record_bytes[space.arena.layout]
+            for space in self._memory.spaces()
+            if space.tree.counts[store.tier]
+        )
+
+    def num_blocks(self, store: StoreState) -> int:
+        return sum(space.tree.counts[store.tier] for space in self._memory.spaces())
+
+    def trim(self, store: StoreState, plan: Plan) -> None:
+        """Let go what is more than the store may hold."""
+        self._make_room(store, 0, plan)
+
+    def _make_room(self, store: StoreState, num_bytes: int, plan: Plan) -> None:
+        """Forget the least recent leaves of all namespaces, as far as there are unlocked ones."""
+        excess = self.used_bytes(store) + num_bytes - store.usable_bytes
+        heap = [
+            (leaf.stamp, space.id, space)
+            for space in self._memory.spaces()
+            if (leaf := space.tree.lrus[store.tier].coldest())
+        ]
+        heapify(heap)
+        while heap and excess > 0:
+            space = heap[0][2]
+            record = store.record_bytes[space.arena.layout]
+            leaf = space.tree.lrus[store.tier].coldest()
+            assert leaf is not None
+            size = min(leaf.num_blocks, -(-excess // record))
+            cut = space.tree.cut(leaf, size, store.tier)
+            plan.append(Forgotten(store.tier, space.arena.layout, cut.keys))
+            self._counters["blocks_evicted_stored"] += size
+            excess -= size * record
+            if leaf := space.tree.lrus[store.tier].coldest():
+                heapreplace(heap, (leaf.stamp, space.id, space))
+            else:
+                heappop(heap)
+
+    def forget_keys(self, space: Namespace, keys: list[BlockKey], plan: Plan) -> None:
+        """Blocks left the tree: no store shall keep them, nor what is on its way to it."""
+        if keys:
+            for store in self._stores:
+                plan.append(Forgotten(store.tier, space.arena.layout, keys))
+
+
+def _missing(node: Node, tier: int) -> list[Node]:
+    """The nodes of a path that a store has not and that are not on their way, from the top."""
+    nodes = []
+    at: Node | None = node
+    while at is not None and at.parent is not None and not at.is_in(tier):
+        if not at.saving >> tier & 1:
+            nodes.append(at)
+        at = at.parent
+    return nodes[::-1]
+
+
+def _write(store: StoreState, arena: ArenaState, pieces: list[_Piece]) -> Write:
+    pages, keys, parents, rows = [], [], [], []
+    for piece in pieces:
+        node, width = piece.end, piece.space.tree.block_bytes
+        assert node.parent is not None
+        own = node.block_keys()
+        pages.append(np.array(node.pages, np.int64))
+        keys += own
+        parents += [node.parent.last_key, *own[:-1]]
+        rows += [bytes(node.tokens[at : at + width]) for at in range(0, len(node.tokens), width)]
+    return Write(store, arena, pieces, np.concatenate(pages), keys, parents, rows)

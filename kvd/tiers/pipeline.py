@@ -1,0 +1,103 @@
+"""Blocks on their way between an arena's pages and a store's records, two threads at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvd.tiers.base import Record
+
+if TYPE_CHECKING:
+    from kvd.arena.runs import Pages
+    from kvd.protocol.keys import BlockKey
+    from kvd.tiers.base import Store, TierArena
+
+# Data of one transaction: enough that its sync is shared by many blocks.
+BATCH_BYTES = 32 << 20
+
+# Given a block's place among those that are written, and its bytes: what its record is about.
+Describe: TypeAlias = Callable[[int, memoryview], bytes]
+# Given a block's place among those that are read, and its bytes: whether they are good.
+Accept: TypeAlias = Callable[[int, memoryview], bool]
+
+
+class Pipeline:
+    """Two buffers and what is done with them, by one caller at a time."""
+
+    def __init__(self) -> None:
+        self._buffers = [bytearray(), bytearray()]
+
+    def write(
+        self,
+        store: Store,
+        arena: TierArena,
+        pages: Pages,
+        keys: Sequence[BlockKey],
+        describe: Describe,
+    ) -> None:
+        """Keep pages as records, in batches; the next is gathered while one is written.
+
+        Where the store raises, the batches before are kept and none after.
+        """
+        batches = _batches(len(pages), store.data_bytes)
+        with ThreadPoolExecutor(1, "kvd-gather") as gatherer:
+
+            def gather(batch: range, number: int) -> list[Record]:
+                data = self._buffer(number, len(batch) * store.data_bytes)
+                arena.copy_out(pages[batch.start : batch.stop], data)
+                blocks = _split(data, store.data_bytes)
+                return [
+                    Record(keys[place], describe(place, block), block)
+                    for place, block in zip(batch, blocks, strict=True)
+                ]
+
+            gathered = [gatherer.submit(gather, batch, 0) for batch in batches[:1]]
+            for number, batch in enumerate(batches[1:], 1):
+                records = gathered.pop().result()
+                gathered.append(gatherer.submit(gather, batch, number % 2))
+                store.write(records)
+            for last in gathered:
+                store.write(last.result())
+
+    def read(
+        self,
+        store: Store,
+        arena: TierArena,
+        pages: Pages,
+        keys: Sequence[BlockKey],
+        accept: Accept,
+    ) -> list[bool]:
+        """Copy records into pages, half of them in each thread; which ones came and are good."""
+        found = [False] * len(keys)
+
+        def read_some(places: range) -> None:
+            def deliver(index: int, data: memoryview) -> None:
+                place = places[index]
+                if len(data) == store.data_bytes and accept(place, data):
+                    arena.copy_in(pages[place : place + 1], data)
+                    found[place] = True
+
+            store.read(keys[places.start : places.stop], deliver)
+
+        middle = len(keys) // 2
+        with ThreadPoolExecutor(1, "kvd-read") as other:
+            first = other.submit(read_some, range(middle))
+            read_some(range(middle, len(keys)))
+            first.result()
+        return found
+
+    def _buffer(self, number: int, size: int) -> memoryview:
+        if len(self._buffers[number]) < size:
+            self._buffers[number] = bytearray(size)
+        return memoryview(self._buffers[number])[:size]
+
+
+def _batches(num_blocks: int, block_bytes: int) -> list[range]:
+    size = max(BATCH_BYTES // block_bytes, 1)
+    return [range(num_blocks)[start : start + size] for start in range(0, num_blocks, size)]
+
+
+def _split(data: memoryview, size: int) -> Iterator[memoryview]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]

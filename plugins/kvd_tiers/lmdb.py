@@ -1,0 +1,189 @@
+"""The LMDB tier: blocks on disk, one environment per layout."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.arena.owner import OwnerLock, private_directory
+from kvd.protocol.errors import ConfigError, TierFailed
+from kvd.protocol.units import ByteSize, format_bytes
+from kvd.tiers.base import StoreTier
+from kvd_tiers.lmdb_check import damage
+from kvd_tiers.lmdb_files import (
+    ASIDE,
+    DATA,
+    DESCRIPTION,
+    Description,
+    Mark,
+    Volume,
+    boot_id,
+    disk_bytes,
+    free_bytes,
+    read_description,
+    read_mark,
+    set_aside,
+    sync_directory,
+)
+from kvd_tiers.lmdb_store import LmdbStore, make_environment
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
+    from kvd.tiers.base import Store
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY = 8 << 30
+LEAST_CAPACITY = 4 << 20
+# One part in so many of the capacity is for what lies broken between records, copies of the index
+# and the list of free pages; besides, each environment needs something however small it is.
+HEADROOM_SHARE = 16
+ENVIRONMENT_BYTES = 1 << 20
+
+
+class LmdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults: a quarter of what the volume has free, at most 8 GiB, in the data directory.
+
+    `free_floor_bytes` of the volume are left to others. `nosync`: transactions are not synced, and
+    a power loss empties the tier. `writemap`: write through the map where the file system allows.
+    """
+
+    capacity_bytes: ByteSize = ByteSize(0)
+    directory: str = ""
+    free_floor_bytes: ByteSize = ByteSize(1 << 30)
+    nosync: bool = False
+    writemap: bool = True
+
+
+class LmdbTier(StoreTier):
+    """Environments in one directory, within one capacity, which its files never exceed."""
+
+    Config = LmdbConfig
+    survives = True
+    name = "lmdb"
+
+    def __init__(self, config: LmdbConfig, directory: Path) -> None:
+        self.directory = Path(config.directory or directory / "lmdb")
+        if not self.directory.is_absolute():
+            raise ConfigError(f"tiers, type lmdb: directory {config.directory!r} is not absolute")
+        self.capacity_bytes = config.capacity_bytes or _default_capacity(self.directory)
+        self._check_capacity()
+        self._config = config
+        self._stores: list[LmdbStore] = []
+        self._lock: OwnerLock | None = None
+
+    def _check_capacity(self) -> None:
+        found = os.statvfs(_existing(self.directory))
+        size = found.f_blocks * found.f_frsize
+        if not LEAST_CAPACITY <= self.capacity_bytes <= size:
+            raise ConfigError(
+                f"tiers, type lmdb: a capacity of {format_bytes(self.capacity_bytes)} cannot be "
+                f"used: it may be from {format_bytes(LEAST_CAPACITY)} to what the volume of "
+                f"{self.directory} has, {format_bytes(size)}; set capacity_bytes or directory"
+            )
+
+    def open(self, epoch: int) -> None:
+        private_directory(self.directory, 0o700)
+        self._lock = OwnerLock(self.directory / "lmdb.lock", f"the data in {self.directory}")
+        self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
+        for folder in sorted(self.directory.iterdir()):
+            if folder.is_dir() and folder.suffix != ASIDE:
+                self._adopt(folder)
+        self._shrink()
+
+    def close(self) -> None:
+        for store in self._stores:
+            try:
+                store.close()
+            except TierFailed as error:  # it is looked through at the next start
+                logger.error("%s was not left whole: %s", store.folder, error)
+        self._stores = []
+        if self._lock:
+            self._volume.close()
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def usable_bytes(self) -> int:
+        num_environments = max(len(self._stores), 1)
+        headroom = self.capacity_bytes // HEADROOM_SHARE + num_environments * ENVIRONMENT_BYTES
+        return max(self.capacity_bytes - headroom, 0)
+
+    def stores(self) -> list[Store]:
+        return list(self._stores)
+
+    def create_store(self, layout: Layout, data_bytes: int) -> LmdbStore:
+        folder = self.directory / _folder_name(layout)
+        return self._open_store(folder, make_environment(folder, layout, data_bytes, self._volume))
+
+    def remove_store(self, store: Store) -> None:
+        assert isinstance(store, LmdbStore)
+        self._stores.remove(store)
+        store.remove()
+        sync_directory(self.directory)
+
+    def _open_store(self, folder: Path, description: Description) -> LmdbStore:
+        store = LmdbStore(
+            folder,
+            description,
+            self._volume,
+            sync=not self._config.nosync,
+            writemap=self._config.writemap,
+        )
+        self._stores.append(store)
+        return store
+
+    # --- what an earlier epoch left ---
+
+    def _adopt(self, folder: Path) -> None:
+        """Open what can be trusted; remove what is of no use, set aside what is damaged."""
+        if not (folder / DESCRIPTION).exists():
+            shutil.rmtree(folder)  # its making was cut short
+            return
+        try:
+            description, mark = read_description(folder), read_mark(folder)
+            if _lost_power(mark):
+                logger.warning("%s is emptied: the machine ended and it was not synced", folder)
+                shutil.rmtree(folder)
+                return
+            if not mark.clean and (why := damage(folder)):
+                raise TierFailed(why)
+            store = self._open_store(folder, description)
+            if not mark.clean:
+                store.sync()  # whoever wrote it may not have
+        except (TierFailed, OSError) as error:
+            set_aside(folder, str(error))
+
+    def _shrink(self) -> None:
+        """Under a capacity that was larger, what was written least recently goes first."""
+        self._volume.make_room()
+        self._stores.sort(key=lambda store: (store.folder / DATA).stat().st_mtime)
+        while self._stores and disk_bytes(self.directory) > self.capacity_bytes:
+            logger.warning("%s is removed: the capacity was larger", self._stores[0].folder)
+            self.remove_store(self._stores[0])
+
+
+def _lost_power(mark: Mark) -> bool:
+    return not mark.clean and not mark.synced and mark.boot != boot_id()
+
+
+def _folder_name(layout: Layout) -> str:
+    return hashlib.sha256(msgspec.json.encode(layout)).hexdigest()[:16]
+
+
+def _default_capacity(directory: Path) -> int:
+    """By what was free at the first start: what the tier has since then taken counts as free."""
+    free = free_bytes(_existing(directory)) + disk_bytes(directory)
+    return min(free // 4, DEFAULT_CAPACITY)
+
+
+def _existing(directory: Path) -> Path:
+    while not directory.exists():
+        directory = directory.parent
+    return directory

@@ -1,0 +1,244 @@
+"""The files of the LMDB tier: what they take of its volume, what is said beside an environment."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvd.protocol.errors import TierFailed, TierFull
+from kvd.protocol.layout import Layout
+from kvd.protocol.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+VERSION = 1
+DATA = "data.mdb"
+DESCRIPTION = "layout.json"
+MARK = "mark.json"
+ASIDE = ".aside"
+# Of the capacity: for the small files beside the data, and what the file system adds to them.
+SMALL_FILES_BYTES = 256 << 10
+ZEROS = bytes(4 << 20)
+# Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
+# a mapped page may still need room, and a full volume is then SIGBUS.
+MAPPED_WRITES = {"ext4", "xfs", "tmpfs"}
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an environment holds; written last when one is made."""
+
+    version: int
+    layout: Layout
+    data_bytes: int
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether an environment was left whole; else since which start of the machine it is written.
+
+    `synced` says whether its transactions survive the machine's end.
+    """
+
+    clean: bool
+    boot: str
+    synced: bool
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# --- small files -----------------------------------------------------------------------------
+
+
+def write_durably(path: Path, value: msgspec.Struct) -> None:
+    """Replace a file; when it returns, the new one is there after a power loss. Raises TierFailed.
+
+    Until then the old one is: it is never read torn.
+    """
+    fresh = path.with_suffix(".new")
+    try:
+        with fresh.open("wb") as file:
+            file.write(msgspec.json.encode(value))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise volume_error(error, f"{path} cannot be written") from error
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_description(folder: Path) -> Description:
+    """Raises TierFailed, saying why what lies there is of no use."""
+    version = _read(folder / DESCRIPTION, _Versioned).version
+    if version != VERSION:
+        raise TierFailed(f"its format has version {version}, not {VERSION}")
+    return _read(folder / DESCRIPTION, Description)
+
+
+def read_mark(folder: Path) -> Mark:
+    """Raises TierFailed."""
+    return _read(folder / MARK, Mark)
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    version: int
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TierFailed(f"its {path.name} cannot be read: {error}") from error
+
+
+def set_aside(folder: Path, why: str) -> None:
+    """Move an environment that cannot be used out of the way, until its room is needed."""
+    place = folder.with_name(folder.name + ASIDE)
+    shutil.rmtree(place, ignore_errors=True)
+    folder.rename(place)
+    logger.error("%s is not used and its blocks are forgotten: %s; now %s", folder, why, place)
+
+
+# --- room ------------------------------------------------------------------------------------
+
+
+class Volume:
+    """A directory whose files together never take more than a capacity.
+
+    Of the volume it leaves `floor_bytes` to others. Files grow one after the other, in a thread.
+    """
+
+    def __init__(self, directory: Path, capacity_bytes: int, floor_bytes: int) -> None:
+        self.directory = directory
+        self.capacity_bytes = capacity_bytes
+        self.floor_bytes = floor_bytes
+        self._executor = ThreadPoolExecutor(1, "kvd-lmdb-grow")
+
+    def grow(self, path: Path, least: int, most: int) -> Future[int]:
+        """Have a file grow by whole pages, as far as there is room; its size then.
+
+        What it has is reserved, so that no write to it needs room any more, and written once, since
+        a synced write to blocks that never were takes ten times as long. Raises TierFull where not
+        even `least` bytes may be had, TierFailed; the file is as before then.
+        """
+        return self._executor.submit(self._grow, path, least, most)
+
+    def make_room(self) -> None:
+        """Bring what an earlier start left under the capacity, as far as what is set aside does."""
+        if disk_bytes(self.directory) > self.capacity_bytes:
+            self._remove_what_is_aside()
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def _grow(self, path: Path, least: int, most: int) -> int:
+        if self._room < most:
+            self._remove_what_is_aside()
+        size = max(min(self._room, most), 0)
+        size -= size % mmap.PAGESIZE
+        if size < least:
+            raise TierFull(self._fullness())
+        try:
+            return _extend(path, size)
+        except OSError as error:
+            raise volume_error(error, f"{format_bytes(size)} more for {path}") from error
+
+    @property
+    def _room(self) -> int:
+        taken = disk_bytes(self.directory) + SMALL_FILES_BYTES
+        return min(self.capacity_bytes - taken, free_bytes(self.directory) - self.floor_bytes)
+
+    def _remove_what_is_aside(self) -> None:
+        for folder in self.directory.glob("*" + ASIDE):
+            logger.warning("%s is removed: its room is needed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _fullness(self) -> str:
+        taken, free = disk_bytes(self.directory), free_bytes(self.directory)
+        return (
+            f"no room in {self.directory}: its files take {format_bytes(taken)} of "
+            f"{format_bytes(self.capacity_bytes)} (capacity_bytes), and {format_bytes(free)} are "
+            f"free on the volume, {format_bytes(self.floor_bytes)} of them for others "
+            "(free_floor_bytes)"
+        )
+
+
+def _extend(path: Path, size: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        start = os.fstat(fd).st_size
+        try:
+            if size:
+                os.posix_fallocate(fd, start, size)
+            for offset in range(0, size, len(ZEROS)):
+                os.pwrite(fd, ZEROS[: size - offset], start + offset)
+            os.fdatasync(fd)
+        except OSError:
+            os.ftruncate(fd, start)
+            raise
+        return start + size
+    finally:
+        os.close(fd)
+
+
+def reserve(path: Path) -> int:
+    """Give a file what it lacks of its own length, as a sparse copy does; its length."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if found.st_blocks * 512 < found.st_size:
+            os.posix_fallocate(fd, 0, found.st_size)
+        return found.st_size
+    except OSError as error:
+        raise volume_error(error, f"{path} cannot be reserved") from error
+    finally:
+        os.close(fd)
+
+
+def disk_bytes(directory: Path) -> int:
+    """What everything in a directory takes on its volume."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            with suppress(FileNotFoundError):
+                total += os.lstat(path).st_blocks * 512
+    return total
+
+
+def free_bytes(directory: Path) -> int:
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def allows_mapped_writes(directory: Path) -> bool:
+    device = directory.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        if mount.split()[2] == number:
+            return file_system.split()[0] in MAPPED_WRITES
+    return False
+
+
+def volume_error(error: OSError, what: str) -> TierFailed:
+    kind = TierFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else TierFailed
+    return kind(f"{what}: {error.strerror}")

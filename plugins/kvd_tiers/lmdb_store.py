@@ -1,0 +1,362 @@
+"""LmdbStore: the records of one layout in one LMDB environment."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import mmap
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lmdb
+
+from kvd.protocol.errors import TierFailed, TierFull
+from kvd.protocol.keys import KEY_BYTES, BlockKey
+from kvd.tiers.base import Store, most_about_bytes
+from kvd_tiers.lmdb_files import (
+    DATA,
+    DESCRIPTION,
+    MARK,
+    VERSION,
+    Description,
+    Mark,
+    allows_mapped_writes,
+    boot_id,
+    disk_bytes,
+    reserve,
+    write_durably,
+)
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
+    from kvd.tiers.base import Deliver, Record
+    from kvd_tiers.lmdb_files import Volume
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = min(mmap.PAGESIZE, 32 << 10)  # LMDB's, which has no larger ones
+LEAST_BYTES = 64 * PAGE_BYTES  # of an environment
+LEAST_STEP = 1 << 20
+# Keys that one transaction forgets: it copies every page of the index that it touches.
+DELETE_KEYS = 64
+SCAN_KEYS = 1024
+READ_BYTES = 64 << 20  # of one read transaction: what it can see, nobody writes over
+SPARE_PAGES = 32
+
+# How LMDB lays a value: within a leaf if node and key have less than half a page, else on pages of
+# its own behind a header, and the leaf keeps their number.
+PAGE_HEADER_BYTES = 16
+NODE_BYTES = 8 + 2
+NODE_MAX = (PAGE_BYTES - PAGE_HEADER_BYTES) // 2
+
+
+class Gate:
+    """Readers come and go; who must be alone waits for them and keeps others out meanwhile."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._is_taken = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_taken)
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_taken)
+            self._is_taken = True
+            self._changed.wait_for(lambda: not self._num_readers)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_taken = False
+                self._changed.notify_all()
+
+
+class LmdbStore(Store):
+    """An environment with three databases: data and index by key, and notes.
+
+    Its file is reserved, as long as the map, and grows by steps. It is never filled: in a full map
+    not even a delete finds the pages that it copies.
+    """
+
+    def __init__(
+        self, folder: Path, description: Description, volume: Volume, *, sync: bool, writemap: bool
+    ) -> None:
+        """Open an environment that `make_environment` made and that is whole. Raises TierFailed."""
+        self.folder = folder
+        self.layout = description.layout
+        self.data_bytes = description.data_bytes
+        self.record_bytes = value_bytes(self.data_bytes) + value_bytes(
+            most_about_bytes(self.layout)
+        )
+        self._volume = volume
+        self._sync = sync
+        self._gate = Gate()
+        self._growing: Future[int] | None = None
+        self._is_dirty = False
+        self._freed_pages = 0  # by the last delete: not yet free
+        size = reserve(folder / DATA)
+        with _told_as_ours(folder):
+            self._env = lmdb.open(
+                str(folder),
+                map_size=size,
+                max_dbs=3,
+                # The commit itself is not synced apart from the data: a power loss undoes the last
+                # transaction at most, and costs half as much.
+                metasync=False,
+                sync=sync,
+                writemap=writemap and allows_mapped_writes(folder),
+                # The kernel reads ahead, also where the file is larger than memory: without it, a
+                # page of 2 MiB is read by pieces of 4 KiB, nine times slower.
+                readahead=True,
+            )
+            self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
+        self._data, self._about, self._notes = self._databases
+        self._num_pages = size // PAGE_BYTES
+
+    @property
+    def used_bytes(self) -> int:
+        return disk_bytes(self.folder)
+
+    # --- records ---
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._begin_writing()
+        with _told_as_ours(self.folder):
+            while (shortage := self._shortage(records)) > 0:
+                self._grow(shortage)
+            if shortage + self._freed_pages > 0:
+                self._settle()
+            while not self._commit(functools.partial(self._put, records)):
+                # There are pages enough, but not enough of them in a row.
+                self._grow(_pages_of(records))
+            if self._growing is None and self._shortage(records) > -self._step_pages:
+                self._growing = self._start_growing(0)
+
+    def read(self, keys: Sequence[BlockKey], deliver: Deliver) -> None:
+        size = max(READ_BYTES // self.data_bytes, 1)
+        for start in range(0, len(keys), size):
+            with self._transaction() as txn:
+                for place, key in enumerate(keys[start : start + size], start):
+                    data = txn.get(key, db=self._data)
+                    if data is not None:
+                        # Released, so that nobody reads what is no longer mapped.
+                        with data:
+                            deliver(place, data)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._begin_writing()
+        with _told_as_ours(self.folder):
+            for start in range(0, len(keys), DELETE_KEYS):
+                some = keys[start : start + DELETE_KEYS]
+                if not self._commit(functools.partial(self._forget, some)):
+                    raise TierFull(f"no room in {self.folder} to forget blocks in")
+                self._freed_pages = len(some) * self.record_bytes // PAGE_BYTES
+
+    def scan(self) -> Iterator[Sequence[tuple[BlockKey, bytes]]]:
+        last = b""
+        while batch := self._scan_after(last):
+            yield batch
+            last = batch[-1][0]
+
+    def _scan_after(self, last: bytes) -> list[tuple[BlockKey, bytes]]:
+        with self._transaction() as txn, txn.cursor(self._about) as cursor:
+            if not cursor.set_range(last + b"\0" if last else last):
+                return []
+            items = itertools.islice(cursor.iternext(), SCAN_KEYS)
+            return [(BlockKey(bytes(key)), bytes(about)) for key, about in items]
+
+    def _put(self, records: Sequence[Record], txn: lmdb.Transaction[bytes]) -> None:
+        for record in records:
+            txn.put(record.key, record.data, db=self._data)
+            txn.put(record.key, record.about, db=self._about)
+
+    def _forget(self, keys: Sequence[BlockKey], txn: lmdb.Transaction[bytes]) -> None:
+        for key in keys:
+            txn.delete(key, db=self._data)
+            txn.delete(key, db=self._about)
+
+    # --- notes ---
+
+    def write_note(self, name: bytes, value: bytes) -> None:
+        self._begin_writing()
+        with _told_as_ours(self.folder):
+            if not self._commit(lambda txn: txn.put(name, value, db=self._notes)):
+                raise TierFull(f"no room in {self.folder} for a note")
+
+    def notes(self) -> dict[bytes, bytes]:
+        with self._transaction() as txn, txn.cursor(self._notes) as cursor:
+            return {bytes(name): bytes(value) for name, value in cursor.iternext()}
+
+    # --- whole or not ---
+
+    def sync(self) -> None:
+        with _told_as_ours(self.folder):
+            self._env.sync(True)
+
+    def close(self) -> None:
+        """Close after the last reader, whole and synced. Idempotent; raises TierFailed."""
+        if self._growing:
+            wait([self._growing])
+        with self._gate.alone(), _told_as_ours(self.folder), closing(self._env):
+            if self._is_dirty:
+                self._env.sync(True)
+        if self._is_dirty:
+            self._mark(clean=True)
+            self._is_dirty = False
+
+    def remove(self) -> None:
+        """Close it and remove its files."""
+        self._is_dirty = False  # nothing of it need be whole
+        self.close()
+        (
+            self.folder / DESCRIPTION
+        ).unlink()  # first, so that nobody takes the rest for an environment
+        shutil.rmtree(self.folder)
+
+    def _begin_writing(self) -> None:
+        """Before the first write, it is known for good that this environment is written."""
+        if not self._is_dirty:
+            self._mark(clean=False)
+            self._is_dirty = True
+
+    def _mark(self, *, clean: bool) -> None:
+        write_durably(self.folder / MARK, Mark(clean, boot_id(), self._sync))
+
+    # --- transactions ---
+
+    @contextmanager
+    def _transaction(self) -> Iterator[lmdb.Transaction[memoryview]]:
+        """A short look at the records; its buffers are good as long as it lasts."""
+        with (
+            self._gate.reading(),
+            _told_as_ours(self.folder),
+            self._env.begin(buffers=True) as txn,
+        ):
+            yield txn
+
+    def _commit(self, change: Callable[[lmdb.Transaction[bytes]], object]) -> bool:
+        """Whether there was room for a change; if not, nothing is changed."""
+        try:
+            self._change(change)
+        except lmdb.MapFullError:
+            self._settle()
+            try:
+                self._change(change)
+            except lmdb.MapFullError:
+                return False
+        return True
+
+    def _settle(self) -> None:
+        """Make pages free that the last transaction freed: by another one, with no reader left."""
+        with self._gate.alone():
+            self._change(lambda txn: txn.put(b"turn", txn.id().to_bytes(8, "little")))
+        self._freed_pages = 0
+
+    def _change(self, change: Callable[[lmdb.Transaction[bytes]], object]) -> None:
+        with self._env.begin(write=True) as txn:
+            change(txn)
+
+    # --- room ---
+
+    def _shortage(self, records: Sequence[Record]) -> int:
+        """Pages that the map lacks for these records; 0 or less where there are enough.
+
+        Counted with them: the copies of the index that writing them makes, or else forgetting some
+        does, and the list of free pages.
+        """
+        with self._env.begin() as txn:
+            stats = [txn.stat(), *(txn.stat(db) for db in self._databases)]
+        taken = sum(
+            stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats
+        )
+        num_keys = max(len(records), DELETE_KEYS)
+        copies = sum(stat["branch_pages"] + min(stat["leaf_pages"], num_keys) for stat in stats)
+        free_list = self._num_pages // 256
+        needed = _pages_of(records) + copies + free_list + SPARE_PAGES
+        return taken + needed - self._num_pages
+
+    def _grow(self, num_pages: int) -> None:
+        """Go on with a longer file. Raises TierFull."""
+        growing = self._growing or self._start_growing(num_pages)
+        self._growing = None
+        size = growing.result()
+        with self._gate.alone():
+            self._env.set_mapsize(size)
+        self._num_pages = size // PAGE_BYTES
+
+    def _start_growing(self, num_pages: int) -> Future[int]:
+        most = max(num_pages, self._step_pages) * PAGE_BYTES
+        return self._volume.grow(self.folder / DATA, num_pages * PAGE_BYTES, most)
+
+    @property
+    def _step_pages(self) -> int:
+        return step_bytes(self._volume) // PAGE_BYTES
+
+
+def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volume) -> Description:
+    """Make an environment without records, to be opened by LmdbStore. Raises TierFailed."""
+    description = Description(VERSION, layout, data_bytes)
+    try:
+        with _told_as_ours(folder):
+            # Not yet by a writable map: its file has no room before it grows.
+            lmdb.open(str(folder), mode=0o700, lib_version=0).close()
+        volume.grow(folder / DATA, LEAST_BYTES, step_bytes(volume)).result()
+        write_durably(folder / MARK, Mark(clean=True, boot=boot_id(), synced=True))
+        write_durably(folder / DESCRIPTION, description)
+    except TierFailed:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return description
+
+
+def step_bytes(volume: Volume) -> int:
+    """By how much a file grows at once."""
+    step = max(volume.capacity_bytes // 64, LEAST_STEP)
+    return step - step % PAGE_BYTES
+
+
+def value_bytes(size: int) -> int:
+    """What a value of this size takes with its key.
+
+    What lies in a leaf counts three times: leaves are about two thirds full, and one transaction
+    may copy all of them.
+    """
+    node = NODE_BYTES + KEY_BYTES
+    if node + size < NODE_MAX:
+        return 3 * (node + size)
+    pages = -(-(PAGE_HEADER_BYTES + size) // PAGE_BYTES)
+    return pages * PAGE_BYTES + 3 * (node + 8)
+
+
+def _pages_of(records: Sequence[Record]) -> int:
+    size = sum(value_bytes(len(one.data)) + value_bytes(len(one.about)) for one in records)
+    return -(-size // PAGE_BYTES)
+
+
+@contextmanager
+def _told_as_ours(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.MapFullError, lmdb.DiskError) as error:
+        raise TierFull(f"{folder} is full: {error}") from error
+    except lmdb.Error as error:
+        raise TierFailed(f"{folder}: {error}") from error
