@@ -54,7 +54,6 @@ class Setting:
 
 
 SETTINGS = (*(Setting(PROMPT_BLOCK, share) for share in (16, 8, 4, 1)), Setting(16, 16))
-ON_DISK = Setting(PROMPT_BLOCK, 16, disk=True)
 
 
 class Trace:
@@ -106,7 +105,9 @@ class Outcome:
 
 def replay(bench: Bench) -> Iterator[Row]:
     max_prompts = bench.pick(1 << 20, 200)
-    settings = [*SETTINGS, ON_DISK] if DISK in entry_points(group=GROUP).names else SETTINGS
+    settings = list(SETTINGS)
+    if DISK in entry_points(group=GROUP).names:
+        settings.append(Setting(PROMPT_BLOCK, bench.pick(16, 2), disk=True))
     outcomes = []
     for setting in settings:
         outcomes.append(_measure(setting, Trace(setting.block_size, max_prompts)))

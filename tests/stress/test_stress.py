@@ -27,7 +27,7 @@ from tests.stress.crash import Crashes
 from tests.stress.worker import Worker
 
 SEED = 1
-# Those of PARTS that the daemon stands: it adopts no memory yet, and has no disk.
+# Those of PARTS that the daemon stands.
 STOOD = ("clients",)
 
 
