@@ -6,9 +6,10 @@ PYTHON ?= python3
 # (PIP_EXTRA_INDEX_URL) saves gigabytes.
 TORCH ?= torch==2.13.0
 # What runs, for `test` (ARGS="tests/cache -k lease"), `bench` (PART=match; empty: all of it) and
-# `stress` (PART=clients; SEED=7 repeats a run).
+# `stress` (PART=clients; SEED=7 repeats a run; ROUNDS=100 for those in which the daemon crashes).
 ARGS ?=
 PART ?=
+ROUNDS ?=
 # How long `fuzz` runs. The same SEED says the same, in `fuzz` and `stress`.
 SECONDS ?= 60
 SEED ?=
@@ -72,7 +73,8 @@ fuzz: $(FUZZ_STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 stress: $(STAMP)
-	$(BIN)/python -m tests.stress $(PART) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.stress $(PART) $(if $(SEED),--seed $(SEED)) \
+		$(if $(ROUNDS),--rounds $(ROUNDS))
 
 clean:
 	rm -rf .venv .compat build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -25,6 +25,7 @@ from tests.bench.index import index
 from tests.bench.machine import describe_machine
 from tests.bench.match import match_vs_echo
 from tests.bench.recovery import recovery
+from tests.bench.replay import replay
 from tests.bench.runs import median_run_tokens
 from tests.bench.start import start_memory_mib, start_seconds
 from tests.bench.store import store_vs_copy
@@ -42,6 +43,7 @@ PARTS: dict[str, Part] = {
         attention_vs_contiguous,
         attention_vs_gather,
         median_run_tokens,
+        replay,
         index,
         recovery,
         start_seconds,

@@ -13,8 +13,9 @@ import msgspec
 
 from tests.stress.clients import clients
 from tests.stress.common import Part, Stress
+from tests.stress.crash import crash, crash_without_memory
 
-PARTS: dict[str, Part] = {part.__name__: part for part in (clients,)}
+PARTS: dict[str, Part] = {part.__name__: part for part in (clients, crash, crash_without_memory)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:6.1f} s  {args.part}: {line}", flush=True)
 
-    stress = Stress(args.seed, say, args.tiny)
+    stress = Stress(args.seed, say, args.tiny, args.rounds)
     say(f"SEED={stress.seed}")
     try:
         PARTS[args.part](stress)
@@ -57,6 +58,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seed", type=int, default=random.randrange(1 << 32), help="repeats a run; random else"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="how often a daemon that crashes does so"
     )
     parser.add_argument("--tiny", action="store_true", help="prove in seconds that all works")
     return parser.parse_args(arguments)

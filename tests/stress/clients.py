@@ -32,6 +32,7 @@ from tests.stress.content import (
 )
 
 if TYPE_CHECKING:
+    from kvd.protocol.messages import StatusReply
     from kvd.testing.daemons import RunningDaemon
     from tests.stress.common import Stress
     from tests.stress.content import Domain, Tokens
@@ -241,7 +242,7 @@ def count_pages(endpoint: str) -> int:
         assert client.wait_attached(30.0)
         for domain in DOMAINS:
             domain.open(client).match([]).release()
-        (tier,) = client.status().tiers
+        tier, *_ = client.status().tiers
         return sum(tier.pages.values())
 
 
@@ -257,24 +258,30 @@ def audit(stress: Stress, daemon: RunningDaemon, prompts: list[Tokens], num_page
         stress.expect(not in_use, f"nobody is there, and namespaces are open: {in_use}")
         num_found = read_back(client, prompts)
         status = client.status()
-        (tier,) = status.tiers
-        num_blocks = sum(space.num_blocks for space in status.namespaces)
-        num_held = sum(space.num_pages for space in status.namespaces)
-        used = sum(tier.pages[state] for state in USED)
-        stress.expect(used == 0, f"nobody is there, and pages are in use: {tier.pages}")
-        stress.expect(sum(tier.pages.values()) == num_pages, f"pages are lost: {tier.pages}")
-        stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier.pages}")
-        stress.expect(num_held == num_blocks, f"{num_blocks} blocks: {status.namespaces}")
+        num_blocks = expect_exact_books(stress, status, num_pages)
         stress.expect(num_found == num_blocks, f"{num_found} blocks found of {num_blocks}")
         stress.counts["read_back"] = num_found
         for name in COUNTERS:
             stress.counts[name] = status.counters.get(name, 0)
 
 
+def expect_exact_books(stress: Stress, status: StatusReply, num_pages: int) -> int:
+    """Nobody is there: of all pages those of blocks are taken, no other; how many that is."""
+    tier, *_ = status.tiers
+    num_blocks = sum(space.num_blocks for space in status.namespaces)
+    num_held = sum(space.num_pages for space in status.namespaces)
+    used = sum(tier.pages[state] for state in USED)
+    stress.expect(used == 0, f"nobody is there, and pages are in use: {tier.pages}")
+    stress.expect(sum(tier.pages.values()) == num_pages, f"pages are lost: {tier.pages}")
+    stress.expect(tier.pages["committed"] == num_blocks, f"{num_blocks} blocks: {tier.pages}")
+    stress.expect(num_held == num_blocks, f"{num_blocks} blocks: {status.namespaces}")
+    return num_blocks
+
+
 def is_quiet(client: Client, directory: Path) -> bool:
     """Whether the auditor is alone, and nothing is left of those who were there."""
     status, leases = client.status(), client.leases()
-    (tier,) = status.tiers
+    tier, *_ = status.tiers
     alone = [session.client for session in status.sessions] == ["auditor"]
     num_files = len(list(directory.glob("*.session")))
     num_used = sum(tier.pages[state] for state in USED)

@@ -15,6 +15,8 @@ class Stress:
     seed: int
     say: Callable[[str], None]
     tiny: bool = False
+    # How often the daemon dies, in the parts in which it does.
+    rounds: int = 5
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 

