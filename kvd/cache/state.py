@@ -409,7 +409,7 @@ class CacheState:
         own = lease.num_blocks + len(lease.reserved)
         if needed > min(space.arena.pool.num_pages, space.max_pages) - own:
             return True
-        others = len(self.leases) > 1 or len(self.pins) or self.quarantined
+        others = len(self.leases) > 1 or len(self.pins) or self.quarantined or self.stores.writes
         backing = any(arena.pool.num_backing for arena in self.memory.arenas.values())
         return self.memory.may_back and not others and not backing
 
