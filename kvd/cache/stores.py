@@ -141,7 +141,7 @@ class Stores:
         # What the oldest ones follow stays, or the same blocks would go and come again for ever.
         held = [
             (space, space.tree.lock(Found(node, node.num_blocks, 0)))
-            for space in arena.namespaces
+            for space in self._memory.spaces()
             for node in islice(space.tree.unsaved[store.tier], 1)
         ]
         self._make_room(store, left * record, plan)

@@ -333,6 +333,18 @@ def test_a_store_does_not_forget_what_the_next_block_follows() -> None:
     assert (plan, cache.texts_in(1)) == ([], {"ab"})
 
 
+def test_two_layouts_do_not_take_a_store_from_each_other_for_ever() -> None:
+    cache = Cache(num_pages=48, backed=False, stores=[store := disk(num_blocks=4)])
+    cache.back(16)
+    cache.add_wide(16)
+    cache.fill("abcdef")
+    cache.fill("wxyz", "wide")
+    num_blocks = 0
+    while (write := cache.state.stores.next_write(store, 1, [])) and num_blocks < 10:
+        num_blocks += cache.end_write(write)
+    assert num_blocks < 10
+
+
 def test_a_smaller_store_lets_go_what_is_too_much() -> None:
     cache = Cache(stores=[store := disk()])
     cache.fill("abcd")
