@@ -269,7 +269,7 @@ class Tree:
         return end
 
     def unlock(self, end: Node, touch: int | None = None, above: Node | None = None) -> Pages:
-        """Unlock a path; what nobody else holds becomes the most recent, as `touch`, if that is so.
+        """Unlock a path; with a `touch`, it becomes the most recent, whoever else holds it.
 
         With `above`, a node of the path, only what lies below it. Returns the pages of detached
         blocks that nobody holds any more, the last one first.
@@ -279,12 +279,12 @@ class Tree:
         node = end
         while node is not (above or self.root):
             node.locks -= 1
+            node.stamp = node.stamp if touch is None else touch
             parent = _parent(node)
             if node.locks == 0 and node.detached:
                 gone.append(_backwards(node))
                 _unlist(node)
             elif node.locks == 0:
-                node.stamp = node.stamp if touch is None else touch
                 if unlocked and _may_be_one(node, unlocked[-1][-1]):
                     unlocked[-1].append(node)
                 else:
@@ -405,7 +405,8 @@ class Tree:
     def begin_saving(self, node: Node, num_blocks: int, tier: int) -> Node:
         """Lock the first blocks of a node in memory until `end_saving`; the node that has them.
 
-        What else of its path has no copy comes before it, by calls of its own.
+        What else of its path has no copy comes before it, by calls of its own. The node is unsaved,
+        or an unsaved one follows it and the store's copy of it went meanwhile.
         """
         node = self.lock(Found(node, num_blocks, 0))
         self.unsaved[tier].pop(node, None)

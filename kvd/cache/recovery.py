@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,9 +78,10 @@ def _good(
     forest: Forest, space: Namespace, end: Node, members: list[int], tier: int
 ) -> list[BlockKey]:
     """The keys of a chain of blocks, as far as they are what they should be, and are not there."""
-    rows = [forest.rows[place] for place in members]
     width = space.tree.block_bytes
-    if any(len(row) != width for row in rows):
+    whole = takewhile(lambda row: len(row) == width, (forest.rows[place] for place in members))
+    rows = list(whole)
+    if not rows:
         return []
     twin = end.child(rows[0])
     if twin is not None and twin.is_in(tier):
@@ -87,9 +89,8 @@ def _good(
     keys = chain(end.last_key, b"".join(rows), width)
     if not forest.keys:
         return keys
-    given = [forest.keys[place] for place in members]
-    wrong = next((at for at, key in enumerate(keys) if key != given[at]), len(keys))
-    return keys[:wrong]
+    wrong = (at for at, key in enumerate(keys) if key != forest.keys[members[at]])
+    return keys[: next(wrong, len(keys))]
 
 
 # --- page tables ---
@@ -136,9 +137,7 @@ def read_table(adopted: Adopted, spaces: dict[int, Namespace]) -> FoundPages:
 
 def _rows_of(records: NDArray[np.void], adopted: Adopted) -> list[bytes]:
     width = adopted.arena.layout.block_size * adopted.arena.row_bytes
-    every = np.ascontiguousarray(records["rows"]).view(np.uint8).reshape(len(records), -1)
-    raw = np.ascontiguousarray(every[:, :width]).tobytes()
-    return [raw[at : at + width] for at in range(0, len(raw), width)]
+    return [rows.tobytes()[:width] for rows in records["rows"]]
 
 
 def _places_before(

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from typing import TYPE_CHECKING, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
 from kvd.cache.plan import Forgotten
+from kvd.cache.radix import Found
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
 
+T = TypeVar("T")
 Admission = Literal["all", "reused"]
 
 
@@ -44,6 +47,7 @@ class StoreState:
     admission: Admission = "all"
     record_bytes: dict[Layout, int] = field(default_factory=dict)
     writing_bytes: int = 0
+    turn: int = 0
     may_write: bool = True
     may_read: bool = True
 
@@ -83,7 +87,6 @@ class Stores:
         self._stores = stores
         self._memory = memory
         self._counters = counters
-        self._turn = 0
         self.writes: list[Write] = []
 
     def __iter__(self) -> Iterator[StoreState]:
@@ -118,13 +121,13 @@ class Stores:
     def next_write(self, store: StoreState, max_bytes: int, plan: Plan) -> Write | None:
         """The oldest blocks of one layout that wait for a copy, `max_bytes` of them or one block.
 
-        They are locked until `end_write`. What goes in the store to make room is in the plan.
-        None where nothing waits, or nothing has room.
+        Layouts, and their namespaces, come in turns. The blocks are locked until `end_write`. What
+        goes in the store to make room is in the plan. None where nothing waits, or nothing has
+        room.
         """
         arenas = list(self._memory.arenas.values())
-        self._turn += 1
-        for place in range(len(arenas)):
-            arena = arenas[(place + self._turn) % len(arenas)]
+        store.turn += 1
+        for arena in _in_turn(arenas, store.turn):
             if arena.layout in store.record_bytes and (
                 write := self._write_of(store, arena, max_bytes, plan)
             ):
@@ -139,10 +142,18 @@ class Stores:
         left = min(left, store.usable_bytes // record, self._num_unsaved(store, arena, left))
         if not left:
             return None
+        # What the oldest ones follow stays, or the same blocks would go and come again for ever.
+        held = [
+            (space, space.tree.lock(Found(node, node.num_blocks, 0)))
+            for space in self._memory.spaces()
+            for node in islice(space.tree.unsaved[store.tier], 1)
+        ]
         self._make_room(store, left * record, plan)
+        for space, end in held:
+            space.tree.unlock(end)
         left = min(left, (store.usable_bytes - self.used_bytes(store)) // record)
         pieces: list[_Piece] = []
-        for space in arena.namespaces:
+        for space in _in_turn(arena.namespaces, store.turn // len(self._memory.arenas)):
             while left > 0 and space.tree.unsaved[store.tier]:
                 for node in _missing(next(iter(space.tree.unsaved[store.tier])), store.tier):
                     if left <= 0:
@@ -252,6 +263,12 @@ class Stores:
         if keys:
             for store in self._stores:
                 plan.append(Forgotten(store.tier, space.arena.layout, keys))
+
+
+def _in_turn(members: list[T], turn: int) -> list[T]:
+    """All members, another one first each turn."""
+    first = turn % max(1, len(members))
+    return members[first:] + members[:first]
 
 
 def _missing(node: Node, tier: int) -> list[Node]:

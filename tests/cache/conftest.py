@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvd.cache.memory import ArenaState, Namespace, Quota
-from kvd.cache.plan import Back, Committed, Freed, Granted, Plan, Short
+from kvd.cache.plan import Back, Committed, Forgotten, Freed, Granted, Lacking, Plan, Short
 from kvd.cache.radix import MEMORY, Node, Tree
 from kvd.cache.state import CacheState
+from kvd.cache.stores import StoreState
 from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.keys import Identity
@@ -20,7 +21,10 @@ from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.cache.leases import Lease
+    from kvd.cache.stores import Admission, Write
 
 LAYOUT = Layout(1, 1, 2, "float16", block_size=1, num_planes=1)  # 4 bytes a page
 WIDE = Layout(2, 1, 2, "float16", block_size=1, num_planes=1)  # 8 bytes a page
@@ -53,12 +57,13 @@ class Cache:
         row_bytes: int = TOKEN_BYTES,
         backed: bool = True,
         watermarks: tuple[float, float] = (1.0, 1.0),
+        stores: Sequence[StoreState] = (),
         **limits: Any,
     ) -> None:
         config = CacheConfig(*watermarks)
         limits = {"session_reserved_fraction": 1.0} | limits
         capacity = num_pages * layout.page_bytes
-        self.state = CacheState(capacity, 64, config, LimitConfig(**limits))
+        self.state = CacheState(capacity, 64, config, LimitConfig(**limits), stores)
         self.memory = self.state.memory
         self.row_bytes = row_bytes
         self.arena = self.add_arena(layout, num_pages)
@@ -165,6 +170,35 @@ class Cache:
     def fill(self, text: str, salt: str = "") -> None:
         self.release(self.hold(text, salt=salt))
 
+    def begin_write(self, store: StoreState, num_blocks: int = 64) -> Write:
+        write = self.state.stores.next_write(store, num_blocks * self.arena.layout.page_bytes, [])
+        assert write
+        return write
+
+    def end_write(self, write: Write, *, saved: bool = True) -> int:
+        return self.state.stores.end_write(write, [], saved=saved)
+
+    def save(self, store: StoreState) -> None:
+        """All that waits goes down."""
+        while write := self.state.stores.next_write(store, 1 << 20, []):
+            self.end_write(write)
+
+    def store(self, text: str, store: StoreState) -> None:
+        """Blocks that a store has and memory has no more."""
+        self.fill(text)
+        self.save(store)
+        self.evict(len(text))
+
+    def evict(self, count: int) -> None:
+        """So many of the least recent blocks leave memory."""
+        for _ in range(count):
+            leaf = self.namespace.lru.coldest()
+            assert leaf is not None
+            self.memory.free(self.namespace, self.namespace.tree.cut(leaf, 1).pages, [])
+
+    def lacking(self, text: str) -> Lacking | None:
+        return self.state.lacking(self.namespace, packed(text))
+
     def release(self, lease: Lease) -> Plan:
         return self.state.release(lease.session, lease.id)
 
@@ -173,10 +207,14 @@ class Cache:
 
     def texts(self, salt: str = "") -> set[str]:
         """The ends of all branches of the tree, from the root."""
+        return {text_of(node) for node in self._named(salt).tree.nodes() if not node.children}
+
+    def texts_in(self, tier: int, salt: str = "") -> set[str]:
+        """The ends of all branches that one tier has."""
         return {
-            "".join(map(chr, np.frombuffer(node.path_tokens(), "<u4")))
+            text_of(node)
             for node in self._named(salt).tree.nodes()
-            if not node.children
+            if node.is_in(tier) and not node.num_children[tier]
         }
 
     def counts(self) -> dict[str, int]:
@@ -188,6 +226,16 @@ class Cache:
         return next((one for one in spaces if one.salt == salt), None) or self.tenant(salt)
 
 
+def disk(num_blocks: int = 64, tier: int = 1, admission: Admission = "all") -> StoreState:
+    """A store in which a record takes what a page has."""
+    records = {layout: layout.page_bytes for layout in (LAYOUT, WIDE, FOURS)}
+    return StoreState(tier, f"disk{tier}", num_blocks * LAYOUT.page_bytes, admission, records)
+
+
+def text_of(node: Node) -> str:
+    return "".join(map(chr, np.frombuffer(node.path_tokens(), "<u4")))
+
+
 def by_age(tree: Tree, tier: int = MEMORY) -> list[Node]:
     """The unlocked nodes that a tier has, in the order in which they go."""
     nodes = [node for node in tree.nodes() if node.is_in(tier) and not node.locks]
@@ -196,6 +244,10 @@ def by_age(tree: Tree, tier: int = MEMORY) -> list[Node]:
 
 def freed(plan: Plan) -> list[int]:
     return [page for step in plan if isinstance(step, Freed) for page in step.pages.tolist()]
+
+
+def forgotten(plan: Plan) -> list[Forgotten]:
+    return [step for step in plan if isinstance(step, Forgotten)]
 
 
 def kinds(plan: Plan) -> list[type]:

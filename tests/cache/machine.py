@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,19 +18,22 @@ from kvd.cache.audit import check
 from kvd.cache.memory import NO_QUOTA, Namespace, Quota
 from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
+from kvd.cache.stores import StoreState
 from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.errors import BadRequest, Dropped, LeaseEnded, LimitExceeded, OutOfPages
-from kvd.protocol.keys import Identity
+from kvd.protocol.keys import BlockKey, Identity, chain
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from tests.cache import model as slow
 from tests.cache.books import Books
 from tests.cache.conftest import by_age
-from tests.cache.model import Model, Page, Refused, Tokens
+from tests.cache.model import Model, Name, Page, Refused, Tokens
 
 if TYPE_CHECKING:
     from kvd.cache.leases import Lease
     from kvd.cache.plan import Matched, Plan, Step
+    from kvd.cache.radix import Node
+    from kvd.cache.stores import Admission
 
 SMALL = Layout(1, 1, 2, "float16", block_size=1, num_planes=1)  # 4 bytes a page
 PAIRS = Layout(1, 1, 2, "float16", block_size=2, num_planes=1)  # 8 bytes a page
@@ -103,6 +106,8 @@ class Machine(RuleBasedStateMachine):
         record_bytes=st.sampled_from([0, 24]),
         reserved_fraction=st.sampled_from([0.4, 1.0]),
         ready=st.booleans(),
+        stores=st.sampled_from([(), (64, 160), (240, 96)]),
+        admission=st.sampled_from(["all", "reused"]),
     )
     def start(
         self,
@@ -112,6 +117,8 @@ class Machine(RuleBasedStateMachine):
         record_bytes: int,
         reserved_fraction: float,
         ready: bool,
+        stores: tuple[int, ...],
+        admission: Admission,
     ) -> None:
         slots, leases, spaces, layouts, pins = (12, 8, 8, 3, 6) if many else (3, 2, 3, 2, 2)
         limits = slow.Limits(
@@ -135,8 +142,17 @@ class Machine(RuleBasedStateMachine):
             pinned_fraction=0.5,
             owner_pinned_fraction=0.3,
         )
-        self.state = CacheState(capacity_bytes, slots, CacheConfig(*watermarks), config)
-        self.model, self.books = Model(limits), Books()
+        records = {layout: layout.page_bytes for layout in NUM_PAGES}
+        taken = zip(stores, ("all", admission), strict=False)
+        self.stores = [
+            StoreState(tier, f"disk{tier}", size, admitted, records)
+            for tier, (size, admitted) in enumerate(taken, 1)
+        ]
+        self.state = CacheState(
+            capacity_bytes, slots, CacheConfig(*watermarks), config, self.stores
+        )
+        slow_stores = [slow.Store(store.usable_bytes, store.admission) for store in self.stores]
+        self.model, self.books = Model(limits, slow_stores), Books()
         self.record_bytes = record_bytes
         self.sessions, self.num_sessions = [1, 2, 3], 3
         self.ended: list[int] = []
@@ -212,6 +228,7 @@ class Machine(RuleBasedStateMachine):
 
     def made_place(self, spec: Spec) -> bool:
         """For one more namespace, and its arena where there is none."""
+        names = self.names()
         layout, width = spec.layout, spec.row_bytes
         for_arena = self.model.find_arena(layout.page_bytes, layout.block_size, width) is None
         assert for_arena == (self.state.find_arena(layout, width) is None)
@@ -221,7 +238,9 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(ERRORS[refused.kind]):
                 self.state.make_place(for_arena=for_arena)
             return False
-        self.books.carry_out(self.state.make_place(for_arena=for_arena))
+        plan = self.state.make_place(for_arena=for_arena)
+        self.books.carry_out(plan)
+        self.check_forgotten(plan, names.keys() - self.names().keys())
         if for_arena:
             self.add_arena(layout, width)
         return True
@@ -239,11 +258,49 @@ class Machine(RuleBasedStateMachine):
         spaces = list(self.state.namespaces.values())
         return spaces[pick % len(spaces)]
 
+    # --- stores ---
+
+    def names(self) -> dict[BlockKey, Name]:
+        """All blocks that any tier has, by their keys."""
+        return {
+            chain(space.key, encode(space, name[1]), space.tree.block_bytes)[-1]: name
+            for space in self.state.namespaces.values()
+            if space.id in self.model.namespaces
+            for name in self.model.names_in(space.id)
+        }
+
+    def check_forgotten(self, plan: Plan, keys: Set[BlockKey]) -> None:
+        """Each store is told of exactly these blocks, each before the one that it follows."""
+        for store in self.stores:
+            steps = [step for step in plan if isinstance(step, plans.Forgotten)]
+            told = [key for step in steps if step.tier == store.tier for key in step.keys]
+            assert len(told) == len(set(told))
+            assert set(told) == keys
+
+    def told_of_copies(self, plan: Plan, kept: Set[Name] = frozenset()) -> None:
+        """Each copy that goes is the least recent leaf, but for what is kept at that time."""
+        names = self.names()
+        for step in plan:
+            assert isinstance(step, plans.Forgotten)
+            store = self.model.stores[step.tier - 1]
+            for key in step.keys:
+                assert names[key] == self.model.coldest_copy(store, kept)
+                self.model.forget_copy(store, names[key])
+
+    def kept(self, tier: int) -> set[Name]:
+        """The paths of the blocks that waited longest in their namespaces."""
+        return {
+            block.name
+            for space in self.state.namespaces.values()
+            for node in list(space.tree.unsaved[tier])[:1]
+            for block in self.model.known(space.id, decode(space, node.path_tokens()))
+        }
+
     # --- choosing ---
 
     def tokens(self, space: Namespace, prompt: Prompt) -> Tokens:
         pick, cut, suffix = prompt
-        known = sorted(block.tokens for block in self.model.of_namespace(space.id))
+        known = sorted(tokens for _, tokens in self.model.names_in(space.id))
         return (known[pick % len(known)][:cut] if known else ()) + fitting(space, suffix)
 
     def both(self, pick: int) -> tuple[Lease, slow.Lease]:
@@ -300,6 +357,26 @@ class Machine(RuleBasedStateMachine):
         assert found == {key: block.page for key, block in self.model.index.items()}
 
     @invariant()
+    def copies_agree(self) -> None:
+        for store, expected in zip(self.stores, self.model.stores, strict=True):
+            copies: set[Name] = set()
+            unsaved: set[Name] = set()
+            for space in self.state.namespaces.values():
+                for node in space.tree.nodes():
+                    if node.is_in(store.tier):
+                        copies.update(names_of(space, node))
+                    if node in space.tree.unsaved[store.tier]:
+                        unsaved.update(names_of(space, node))
+            assert copies == expected.copies
+            assert self.state.stores.used_bytes(store) == self.model.used_bytes_in(expected)
+            # A node that waits may have grown meanwhile: what it has more waits too.
+            more = unsaved - expected.wanted
+            assert expected.wanted <= unsaved
+            assert more <= self.model.index.keys() - copies - self.model.coming(expected)
+            expected.wanted = unsaved
+        assert self.state.counters["pressure_drops"] == self.model.pressure_drops
+
+    @invariant()
     def ages_agree(self) -> None:
         for space in self.state.namespaces.values():
             pages = [page for node in by_age(space.tree) for page in reversed(node.pages)]
@@ -331,9 +408,14 @@ class Machine(RuleBasedStateMachine):
         assert self.state.pins.next_expiry() == min(expiries, default=None)
 
 
-def blocks_of(space: Namespace) -> Iterator[tuple[tuple[int, Tokens], Page]]:
-    size = space.arena.layout.block_size
+def names_of(space: Namespace, node: Node) -> list[Name]:
+    size, tokens = space.arena.layout.block_size, decode(space, node.path_tokens())
+    last = len(tokens) // size
+    return [(space.id, tokens[: end * size]) for end in range(last - node.num_blocks + 1, last + 1)]
+
+
+def blocks_of(space: Namespace) -> Iterator[tuple[Name, Page]]:
+    """Those in memory."""
     for node in space.tree.nodes():
-        tokens, pages = decode(space, node.path_tokens()), node.path_pages().tolist()
-        for at in range(len(pages) - node.num_blocks, len(pages)):
-            yield (space.id, tokens[: (at + 1) * size]), Page(space.arena.id, pages[at])
+        for name, page in zip(names_of(space, node), node.pages, strict=bool(node.pages)):
+            yield name, Page(space.arena.id, page)

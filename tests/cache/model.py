@@ -9,10 +9,13 @@ could be.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 Tokens = tuple[int, ...]
+Name = tuple[int, Tokens]  # of a block: its namespace, and all tokens from position 0 to its end
 
 
 class Page(NamedTuple):
@@ -50,6 +53,31 @@ class Block:
     namespace: int
     tokens: Tokens  # from position 0 to the end of this block
     page: Page
+
+    @property
+    def name(self) -> Name:
+        return self.namespace, self.tokens
+
+
+@dataclass(eq=False)
+class Write:
+    """Copies on their way to a store; `held` are their blocks and all before them."""
+
+    blocks: list[Block]
+    held: set[Block]
+
+
+@dataclass(eq=False)
+class Store:
+    """One tier below memory. `may_lack`: it failed, or forgot a copy for want of room."""
+
+    usable_bytes: int
+    admission: str
+    works: bool = True
+    may_lack: bool = False
+    copies: set[Name] = field(default_factory=set)
+    wanted: set[Name] = field(default_factory=set)  # in memory, and to be copied
+    writes: list[Write] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -101,15 +129,19 @@ class Refused(Exception):
 
 
 class Model:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, stores: list[Store]) -> None:
         self.limits = limits
+        self.stores = stores
+        self.pressure_drops = 0
+        self.clock = 0
+        self.touched: dict[Name, int] = {}
         self.arenas: dict[int, Arena] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.num_opened = 0
         self.pages: dict[Page, str] = {}
         self.being_backed: set[Page] = set()
         self.may_back = True
-        self.index: dict[tuple[int, Tokens], Block] = {}
+        self.index: dict[Name, Block] = {}
         self.by_age: list[Block] = []  # those of the index that nobody holds, least recent first
         self.leases: dict[tuple[int, int], Lease] = {}
         self.pins: dict[int, Pin] = {}
@@ -147,6 +179,9 @@ class Model:
             block in pin.blocks for pin in self.pins.values()
         )
 
+    def is_being_written(self, block: Block) -> bool:
+        return any(block in write.held for store in self.stores for write in store.writes)
+
     def is_indexed(self, block: Block) -> bool:
         return self.index.get((block.namespace, block.tokens)) is block
 
@@ -154,7 +189,11 @@ class Model:
         return [p for p, state in self.pages.items() if p.arena == arena and state in states]
 
     def unlocked(self, *namespaces: int) -> list[Block]:
-        return [block for block in self.by_age if block.namespace in namespaces]
+        return [
+            block
+            for block in self.by_age
+            if block.namespace in namespaces and not self.is_being_written(block)
+        ]
 
     def namespaces_of(self, arena: int) -> list[int]:
         return [one for one, space in self.namespaces.items() if space.arena == arena]
@@ -227,7 +266,8 @@ class Model:
         )
 
     def last_touch(self, *namespaces: int) -> int:
-        touches = [at for at, one in enumerate(self.by_age) if one.namespace in namespaces]
+        """That of a block that is gone counts too."""
+        touches = [at for name, at in self.touched.items() if name[0] in namespaces]
         return max(touches, default=-1)
 
     def remove_arena(self, number: int) -> None:
@@ -237,6 +277,7 @@ class Model:
         del self.arenas[number]
 
     def forget(self, namespace: int) -> None:
+        self.forget_copies(self.names_in(namespace))
         for block in self.unlocked(namespace):
             self.remove(block)
         del self.namespaces[namespace]
@@ -252,7 +293,9 @@ class Model:
             return known
         blocks, drops = self.known(namespace, tokens), self.namespaces[namespace].num_drops
         lease = Lease(session, namespace, asked, blocks, len(blocks), drops)
-        return self.grant_lease(lease_id, lease)
+        self.grant_lease(lease_id, lease)
+        self.admit(lease.blocks, is_new=False)
+        return lease
 
     def agreeing(self, lease: Lease, rest: Tokens) -> dict[Page, int]:
         """The blocks that follow what is held, and in how many tokens each agrees."""
@@ -292,7 +335,8 @@ class Model:
 
     def grant_lease(self, lease_id: int, lease: Lease) -> Lease:
         of_session = [one for one in self.leases.values() if one.session == lease.session]
-        if len(of_session) == self.limits.session_leases or len(self.leases) == self.limits.slots:
+        is_full = lease.session and len(of_session) == self.limits.session_leases
+        if is_full or len(self.leases) == self.limits.slots:
             raise Refused("limit")
         self.leases[lease.session, lease_id] = lease
         self.lock(lease.blocks)
@@ -308,13 +352,16 @@ class Model:
                 continue
             if self.is_indexed(block):
                 self.by_age.append(block)
-            else:
+                self.clock += 1
+                self.touched[block.name] = self.clock
+            elif not self.is_being_written(block):
                 self.pages[block.page] = "free"
 
     # --- what a namespace has and may have ---
 
     def num_pages(self, namespace: int) -> int:
         blocks = {*self.of_namespace(namespace), *self.held_by_leases()}
+        blocks.update(*(write.held for store in self.stores for write in store.writes))
         reserved = [p for lease in self.leases_in(namespace) for p in lease.reserved]
         return len([b for b in blocks if b.namespace == namespace]) + len(reserved)
 
@@ -372,8 +419,17 @@ class Model:
             coldest = self.unlocked(taker)[0]
             excess -= 1
         assert coldest.page == page
-        self.remove(coldest)
+        self.lose(coldest)
         return excess
+
+    def lose(self, block: Block) -> None:
+        """Memory evicts a block: each store that takes all has it, or still wanted it."""
+        self.pressure_drops += any(block.name in store.wanted for store in self.stores)
+        for store in self.stores:
+            is_there = block.name in store.copies | store.wanted
+            assert is_there or store.may_lack or store.admission == "reused"
+            store.wanted.discard(block.name)
+        self.remove(block)
 
     def remove(self, block: Block) -> None:
         assert not self.is_held(block)
@@ -445,7 +501,7 @@ class Model:
         high, low = (part * self.limits.capacity_bytes for part in self.limits.watermarks)
         if self.used_bytes() > high:
             while (blocks := self.spendable()) and self.used_bytes() > low:
-                self.remove(blocks[0])
+                self.lose(blocks[0])
                 gone.append(blocks[0].page)
         return gone
 
@@ -462,7 +518,10 @@ class Model:
     def is_hopeless(self, lease: Lease, count: int) -> bool:
         arena = self.arena_of(lease.namespace)
         most = min(arena.num_pages, self.max_pages(lease.namespace))
-        others = len(self.leases) > 1 or self.pins or self.quarantined or self.being_backed
+        writes = any(store.writes for store in self.stores)
+        others = (
+            len(self.leases) > 1 or self.pins or self.quarantined or self.being_backed or writes
+        )
         own = len(lease.blocks) + len(lease.reserved)
         return count > most - own or (self.may_back and not others)
 
@@ -499,10 +558,13 @@ class Model:
             raise Refused("bad")
         if fresh and lease.num_drops != self.namespaces[lease.namespace].num_drops:
             raise Refused("dropped")
+        num_known = len(self.index)
         for page in fresh:
             end = len(lease.tokens) + size - start
             self.commit_block(lease, page, lease.tokens[:start] + tokens[:end])
         self.lock(lease.blocks)
+        if len(self.index) > num_known:
+            self.admit(lease.blocks, is_new=True)
         self.let_go_tail(lease)
         now_in = [block.page for block in lease.blocks[first_block : first_block + len(pages)]]
         return now_in, sum(now != page for now, page in zip(now_in, pages, strict=True))
@@ -627,18 +689,120 @@ class Model:
 
     # --- drop ---
 
-    def drop(self, namespace: int, tokens: Tokens, from_block: int) -> tuple[int, int]:
-        """How many blocks left the index, and how many of them leases still hold."""
+    def drop(self, namespace: int, tokens: Tokens, from_block: int) -> tuple[list[int], int]:
+        """How many blocks left each tier, and how many of those in memory are still held."""
         self.namespaces[namespace].num_drops += 1
-        top = tokens[: (from_block + 1) * self.size(namespace)]
-        if tokens and len(self.known(namespace, tokens)) <= from_block:
-            return 0, 0
-        gone = [b for b in self.of_namespace(namespace) if b.tokens[: len(top)] == top]
+        top = namespace, tokens[: (from_block + 1) * self.size(namespace)]
+        names = self.names_in(namespace)
+        if tokens:
+            names = {one for one in names if top in names and self.is_before(top, one)}
+        gone = [self.index.pop(name) for name in sorted(names) if name in self.index]
         for block in gone:
-            del self.index[namespace, block.tokens]
-            self.pages[block.page] = "detached" if self.is_held(block) else "free"
+            is_held = self.is_held(block) or self.is_being_written(block)
+            self.pages[block.page] = "detached" if is_held else "free"
         self.by_age = [block for block in self.by_age if block not in gone]
         for number, pin in list(self.pins.items()):
             if pin.blocks[-1] in gone:
                 self.unpin(number)
-        return len(gone), sum(map(self.is_held, gone))
+        num_copies = [len(store.copies & names) for store in self.stores]
+        self.forget_copies(names)
+        num_detached = sum(self.pages[block.page] == "detached" for block in gone)
+        return [len(gone), *num_copies], num_detached
+
+    # --- stores ---
+
+    def names_in(self, namespace: int) -> set[Name]:
+        """The blocks that any tier has."""
+        names = set(self.index).union(*(store.copies for store in self.stores))
+        return {name for name in names if name[0] == namespace}
+
+    def before(self, name: Name) -> Name:
+        return name[0], name[1][: -self.size(name[0])]
+
+    def is_before(self, name: Name, other: Name) -> bool:
+        """Whether one block is before another in its path, or is it itself."""
+        return name[0] == other[0] and name[1] == other[1][: len(name[1])]
+
+    def bytes_of(self, names: Iterable[Name]) -> int:
+        return sum(self.arena_of(namespace).page_bytes for namespace, _ in names)
+
+    def used_bytes_in(self, store: Store) -> int:
+        coming = [block.name for write in store.writes for block in write.blocks]
+        return self.bytes_of([*store.copies, *coming])
+
+    def coming(self, store: Store) -> set[Name]:
+        """What a store will have when all that is on its way is there."""
+        blocks = [block for write in store.writes for block in write.blocks]
+        return {block.name for block in blocks if self.is_indexed(block)}
+
+    def admit(self, blocks: list[Block], *, is_new: bool) -> None:
+        for store in self.stores:
+            names = {block.name for block in blocks} - store.copies - self.coming(store)
+            if store.works and (store.admission == "all" or not is_new):
+                store.wanted |= names
+            elif names:
+                store.may_lack = True
+
+    def begin_write(self, store: Store, names: list[Name]) -> None:
+        """All that comes before a block is there, or on its way, and nothing is there twice."""
+        there = store.copies | self.coming(store)
+        for name in names:
+            assert name not in there
+            assert not self.before(name)[1] or self.before(name) in there
+            assert any(self.is_before(name, other) for other in store.wanted)
+            there.add(name)
+        store.wanted -= set(names)
+        blocks = [self.index[name] for name in names]
+        held = {block for name in names for block in self.known(*name)}
+        store.writes.append(Write(blocks, held))
+        assert self.used_bytes_in(store) <= store.usable_bytes
+
+    def end_write(self, store: Store, *, saved: bool) -> int:
+        """How many blocks have a copy now: those that are still there, behind one that has."""
+        write = store.writes.pop(0)
+        num_before = len(store.copies)
+        for block in filter(self.is_indexed, write.blocks):
+            before = self.before(block.name)
+            is_saved = saved and (not before[1] or before in store.copies)
+            (store.copies if is_saved else store.wanted).add(block.name)
+        for block in write.held:
+            if not (self.is_indexed(block) or self.is_held(block) or self.is_being_written(block)):
+                self.pages[block.page] = "free"
+        return len(store.copies) - num_before
+
+    def leaves(self, store: Store, kept: Set[Name]) -> set[Name]:
+        """What may go: copies that none follows, which nobody holds, but for those kept."""
+        held = {
+            name
+            for name, block in self.index.items()
+            if self.is_held(block) or self.is_being_written(block)
+        }
+        return store.copies - set(map(self.before, store.copies)) - held - kept
+
+    def coldest_copy(self, store: Store, kept: Set[Name]) -> Name | None:
+        return min(self.leaves(store, kept), key=self.touched.__getitem__, default=None)
+
+    def forget_copy(self, store: Store, name: Name) -> None:
+        store.copies.remove(name)
+        store.may_lack = True
+
+    def forget_copies(self, names: set[Name]) -> None:
+        for store in self.stores:
+            store.copies -= names
+            store.wanted -= names
+
+    def lacking(self, namespace: int, tokens: Tokens) -> tuple[int, list[Name]] | None:
+        """The tier to read of, and what is behind the blocks in memory, as far as it has it."""
+        size, at = self.size(namespace), len(self.known(namespace, tokens))
+        ends = range((at + 1) * size, len(tokens) + 1, size)
+        found = [
+            (self.fastest((namespace, tokens[:end])), (namespace, tokens[:end])) for end in ends
+        ]
+        tier = found[0][0] if found else 0
+        names = [name for _, name in takewhile(lambda one: one[0] == tier, found)]
+        return (tier, names) if tier and self.stores[tier - 1].works else None
+
+    def fastest(self, name: Name) -> int:
+        """The fastest store that has a block; 0 where none does."""
+        tiers = [tier for tier, store in enumerate(self.stores, 1) if name in store.copies]
+        return min(tiers, default=0)

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvd.arena.page_table import PageState
-from kvd.cache.plan import Ended, Granted, Short
+from kvd.cache.leases import OWN_SESSION
+from kvd.cache.plan import Ended, Granted, Plan, Short
 from kvd.protocol.errors import BadRequest, LeaseEnded
+from kvd.protocol.keys import chain
 from tests.cache.conftest import histories
 from tests.cache.machine import (
     ERRORS,
     Machine,
     Prompt,
     any_number,
+    decode,
     encode,
     fitting,
     prompts,
@@ -34,6 +37,7 @@ from tests.cache.model import Page, Refused, Tokens
 if TYPE_CHECKING:
     from kvd.cache.leases import Lease
     from kvd.cache.memory import Namespace
+    from kvd.cache.stores import StoreState, Write
     from tests.cache import model as slow
 
 
@@ -464,11 +468,12 @@ class CacheAndModel(Machine):
         self.model.expire(self.now)
         self.books.carry_out(self.state.expire(self.now))
 
-    @precondition(lambda self: self.model.index)
+    @precondition(lambda self: self.names())
     @rule(pick=any_number, behind=some_tokens, back=small_number, every=st.integers(0, 9))
     def drop(self, pick: int, behind: Tokens, back: int, every: int) -> None:
         """Some block that is there and what is behind it, or that is not there; seldom all."""
-        blocks = sorted(self.model.index)
+        names = self.names()
+        blocks = sorted(names.values())
         number, tokens = blocks[pick % len(blocks)]
         space = self.state.namespaces[number]
         from_block = max(0, len(tokens) // self.model.size(number) - back)
@@ -477,7 +482,112 @@ class CacheAndModel(Machine):
         expected = self.model.drop(number, tokens, from_block)
         answer = self.state.drop(space, encode(space, tokens), from_block)
         self.books.carry_out(answer.plan)
-        assert (*answer.num_blocks, answer.num_detached) == expected
+        assert (answer.num_blocks, answer.num_detached) == expected
+        self.check_forgotten(answer.plan, names.keys() - self.names().keys())
+
+    # --- stores ---
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=any_number, max_bytes=st.integers(1, 48))
+    def begin_write(self, pick: int, max_bytes: int) -> None:
+        self.next_write(self.stores[pick % len(self.stores)], max_bytes)
+
+    @precondition(lambda self: self.state.stores.writes)
+    @rule(pick=any_number, saved=st.sampled_from([True, True, False]))
+    def end_write(self, pick: int, saved: bool) -> None:
+        writes = self.state.stores.writes
+        self.oldest_ended(writes[pick % len(writes)].store, saved=saved)
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=any_number)
+    def write_all(self, pick: int) -> None:
+        store = self.stores[pick % len(self.stores)]
+        num_writes = 0
+        while self.next_write(store, 64):
+            while self.model.stores[store.tier - 1].writes:
+                self.oldest_ended(store, saved=True)
+            num_writes += 1
+            assert num_writes < 100, "the same blocks go down again and again"
+
+    def next_write(self, store: StoreState, max_bytes: int) -> Write | None:
+        """What goes down are blocks that the store wants, or that these follow."""
+        expected, kept, names = (
+            self.model.stores[store.tier - 1],
+            self.kept(store.tier),
+            self.names(),
+        )
+        plan: Plan = []
+        write = self.state.stores.next_write(store, max_bytes, plan)
+        self.told_of_copies(plan, kept)
+        if write is None:
+            for space in self.wanting(expected):
+                room = store.usable_bytes - self.model.used_bytes_in(expected)
+                assert room < space.arena.layout.page_bytes
+                assert not self.model.leaves(expected, kept)
+            return None
+        self.model.begin_write(expected, [names[key] for key in write.keys])
+        blocks = expected.writes[-1].blocks
+        assert [Page(write.arena.id, page) for page in write.pages.tolist()] == [
+            block.page for block in blocks
+        ]
+        assert write.num_bytes <= max(max_bytes, write.arena.layout.page_bytes)
+        for block, key, parent, rows in zip(
+            blocks, write.keys, write.parents, write.rows, strict=True
+        ):
+            space = self.state.namespaces[block.namespace]
+            assert decode(space, rows) == block.tokens[-len(rows) // space.tree.row_bytes :]
+            assert chain(parent, rows, len(rows)) == [key]
+        return write
+
+    def wanting(self, store: slow.Store) -> list[Namespace]:
+        return [self.state.namespaces[number] for number in {name[0] for name in store.wanted}]
+
+    def oldest_ended(self, store: StoreState, *, saved: bool) -> None:
+        """A store's writes end in the order in which they began."""
+        write = next(one for one in self.state.stores.writes if one.store is store)
+        plan: Plan = []
+        count = self.state.stores.end_write(write, plan, saved=saved)
+        assert count == self.model.end_write(self.model.stores[store.tier - 1], saved=saved)
+        self.books.carry_out(plan)
+
+    @precondition(lambda self: self.stores and self.model.namespaces)
+    @rule(n=any_number, prompt=prompts)
+    def read_up(self, n: int, prompt: Prompt) -> None:
+        """What a promotion does: a lease of the daemon's own, and pages for what is lacking."""
+        space = self.some_space(n)
+        tokens = self.tokens(space, prompt)
+        lacking = self.state.lacking(space, encode(space, tokens))
+        expected = self.model.lacking(space.id, tokens)
+        assert (lacking is None) == (expected is None)
+        if lacking is None or expected is None:
+            return
+        names = self.names()
+        assert (lacking.tier, [names[key] for key in lacking.keys]) == expected
+        _, end = expected[1][-1]
+        if self.do_match(OWN_SESSION, 0, space, end):
+            self.fill(OWN_SESSION, 0, end, 0)
+            self.model.release(OWN_SESSION, 0)
+            self.books.carry_out(self.state.release(OWN_SESSION, 0))
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=any_number, works=st.booleans())
+    def store_fails(self, pick: int, works: bool) -> None:
+        """Or works again."""
+        store = self.stores[pick % len(self.stores)]
+        store.may_write = store.may_read = works
+        self.model.stores[store.tier - 1].works = works
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=any_number, usable_bytes=st.sampled_from([32, 96, 240]))
+    def store_has_another_size(self, pick: int, usable_bytes: int) -> None:
+        store = self.stores[pick % len(self.stores)]
+        expected = self.model.stores[store.tier - 1]
+        store.usable_bytes = expected.usable_bytes = usable_bytes
+        plan: Plan = []
+        self.state.stores.trim(store, plan)
+        self.told_of_copies(plan)
+        is_within = self.model.used_bytes_in(expected) <= usable_bytes
+        assert is_within or not self.model.leaves(expected, set())
 
     # --- ends ---
 

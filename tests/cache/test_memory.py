@@ -400,3 +400,48 @@ def test_pages_are_counted_over_all_layouts() -> None:
 def test_every_touch_is_later_than_all_before(cache: Cache) -> None:
     touches = [cache.memory.touch() for _ in range(3)]
     assert touches == sorted(set(touches))
+
+
+# --- a smaller capacity ---
+
+
+def test_what_is_more_than_the_capacity_goes_back() -> None:
+    cache = Cache(num_pages=48)
+    cache.fill("abc")
+    cache.memory.capacity_bytes //= 3
+    cache.memory.shrink(plan := [])
+    assert [(step.run.first, step.run.count) for step in plan if isinstance(step, Unback)] == [
+        (16, 32)
+    ]
+    assert cache.texts() == {"abc"}
+
+
+def test_blocks_go_where_free_memory_is_not_enough() -> None:
+    cache = Cache(num_pages=32)
+    cache.fill("abcdefghijklmnop")
+    cache.fill("ABCDEFGHIJKLMNOP")
+    cache.memory.capacity_bytes //= 2
+    cache.memory.shrink(plan := [])
+    assert cache.texts() == {"ABCDEFGHIJKLMNOP"}
+    assert len(freed(plan)) == 16
+    assert cache.memory.taken_bytes == cache.memory.capacity_bytes
+
+
+def test_what_is_locked_or_guaranteed_stays_whatever_the_capacity() -> None:
+    cache = Cache(num_pages=32)
+    cache.tenant("mine", guaranteed_bytes=64)
+    cache.fill("abcdefghijklmnop", "mine")
+    lease = cache.hold("ABCDEFGHIJKLMNOP")
+    cache.memory.capacity_bytes = 0
+    cache.memory.shrink(plan := [])
+    assert plan == []
+    cache.release(lease)
+    cache.memory.shrink(plan)
+    assert (cache.texts(), cache.texts("mine")) == (set(), {"abcdefghijklmnop"})
+
+
+def test_within_the_capacity_nothing_goes() -> None:
+    cache = Cache()
+    cache.fill("abc")
+    cache.memory.shrink(plan := [])
+    assert plan == []

@@ -261,7 +261,9 @@ def test_a_path_is_unlocked_leaf_first(grown: Grown) -> None:
     grown.put("abx")
     grown.put("aby")
     grown.put("abx")
-    ages = ["".join(map(chr, np.frombuffer(node.tokens, "<u4")[::BLOCK])) for node in by_age(grown.tree)]
+    ages = [
+        "".join(map(chr, np.frombuffer(node.tokens, "<u4")[::BLOCK])) for node in by_age(grown.tree)
+    ]
     assert ages == ["y", "x", "ab"]
 
 

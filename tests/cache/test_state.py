@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.arena.header import SharedHeader, create_header
+from kvd.arena.runs import pages_of
 from kvd.cache.audit import check
 from kvd.cache.plan import (
     Committed,
     Detached,
     DropAnswer,
     Ended,
+    Forgotten,
     Freed,
     Granted,
     Pinned,
@@ -28,9 +30,21 @@ from kvd.cache.plan import (
 from kvd.cache.rows import EXTRA_BYTES, row_bytes, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded, OutOfPages
+from kvd.protocol.keys import chain
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run, Tail
-from tests.cache.conftest import EXTENT, FOURS, LAYOUT, Cache, committed, freed, kinds, packed
+from tests.cache.conftest import (
+    EXTENT,
+    FOURS,
+    LAYOUT,
+    Cache,
+    committed,
+    disk,
+    forgotten,
+    freed,
+    kinds,
+    packed,
+)
 
 # --- namespaces and arenas ---
 
@@ -1050,3 +1064,168 @@ def test_what_was_committed_is_not_granted_again(cache: Cache) -> None:
     again = cache.state.reserve(lease, 2, 4)
     assert isinstance(again, Granted)
     assert again.pages.tolist() == pages[2:]
+
+
+# --- what came up after a match ---
+
+
+def test_a_lease_is_extended_by_what_became_resident() -> None:
+    cache = Cache()
+    lease = cache.match("abcd")
+    cache.fill("abc")
+    answer = cache.state.extend(lease, packed("abcd"))
+    check(cache.state)
+    assert (lease.num_matched, lease.num_blocks) == (3, 3)
+    assert pages_of(answer.runs).tolist() == lease.node.path_pages().tolist()
+    assert cache.commit(lease, "d") == lease.node.path_pages().tolist()[3:]
+    cache.release(lease)
+    assert cache.texts() == {"abcd"}
+
+
+def test_a_lease_is_extended_behind_what_it_has() -> None:
+    cache = Cache()
+    cache.fill("a")
+    lease = cache.match("abc")
+    cache.fill("abx")
+    assert cache.state.extend(lease, packed("abc")).lease.num_matched == 2
+    assert cache.state.extend(lease, packed("abc")).lease.num_matched == 2
+    cache.release(lease)
+    check(cache.state)
+
+
+def test_a_lease_is_extended_by_its_own_tokens_alone() -> None:
+    cache = Cache()
+    cache.fill("ab")
+    lease = cache.match("ab")
+    with pytest.raises(BadRequest):
+        cache.state.extend(lease, packed("ax"))
+    cache.commit(lease, "c")
+    with pytest.raises(BadRequest):
+        cache.state.extend(lease, packed("abcd"))
+
+
+def test_an_extended_lease_holds_no_tail_of_what_it_had_before() -> None:
+    cache = Cache(num_pages=16, layout=FOURS)
+    cache.fill("abcdefgh")
+    lease = cache.match("abcdefgx", exact_tail=True)
+    cache.fill("abcdefgx")
+    cache.state.extend(lease, packed("abcdefgx"))
+    assert (lease.num_matched, lease.tail, lease.tail_node) == (2, None, None)
+    check(cache.state)
+
+
+def test_a_lease_of_dropped_blocks_is_not_extended() -> None:
+    cache = Cache()
+    cache.fill("a")
+    lease = cache.match("abc")
+    cache.state.drop(cache.namespace, b"")
+    cache.fill("abc")
+    assert cache.state.extend(lease, packed("abc")).lease.num_matched == 1
+
+
+# --- pages that were not verified yet ---
+
+
+def doubt(cache: Cache, text: str) -> int:
+    """The page of the last of these blocks, which is not verified from here on."""
+    page = cache.namespace.tree.find(packed(text)).node.path_pages().tolist()[len(text) - 1]
+    cache.arena.unverified.add(page)
+    return int(page)
+
+
+def test_a_match_ends_before_a_page_that_is_not_verified() -> None:
+    cache = Cache()
+    cache.fill("abcd")
+    page = doubt(cache, "abc")
+    assert cache.match("abcd").num_blocks == 2
+    lacking = cache.lacking("abcd")
+    assert lacking is not None
+    assert (lacking.pages.tolist(), lacking.keys) == ([page], [])
+    cache.arena.unverified.clear()
+    assert cache.match("abcd").num_blocks == 4
+
+
+def test_nothing_lacks_where_what_is_not_verified_was_not_asked_for() -> None:
+    cache = Cache()
+    cache.fill("abcd")
+    doubt(cache, "abc")
+    assert cache.lacking("ab") is None
+    assert cache.lacking("abx") is None
+
+
+def test_a_lease_is_not_extended_over_a_page_that_is_not_verified() -> None:
+    cache = Cache()
+    cache.fill("abcd")
+    doubt(cache, "abc")
+    lease = cache.match("a")
+    assert cache.state.extend(lease, packed("abcd")).lease.num_matched == 2
+    lacking = cache.state.lacking(cache.namespace, packed("cd"), lease.node)
+    assert lacking is not None
+    assert len(lacking.pages) == 1
+
+
+def test_a_page_that_is_not_verified_is_no_tail() -> None:
+    cache = Cache(layout=FOURS)
+    cache.fill("abcd")
+    doubt_page = cache.namespace.tree.root.children[0].pages[0]
+    cache.arena.unverified.add(doubt_page)
+    assert cache.match("abcx", exact_tail=True).tail is None
+    cache.arena.unverified.clear()
+    assert cache.match("abcx", exact_tail=True).tail is not None
+
+
+def test_a_page_that_is_free_needs_no_check_any_more() -> None:
+    cache = Cache()
+    cache.fill("a")
+    doubt(cache, "a")
+    cache.state.drop(cache.namespace, b"")
+    assert cache.arena.unverified == set()
+
+
+# --- blocks that went bad ---
+
+
+def test_a_bad_block_goes_with_all_that_follows_it() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("abcd")
+    cache.fill("abx")
+    cache.save(store)
+    plan = cache.state.remove_bad(cache.namespace, packed("abc"))
+    check(cache.state)
+    assert cache.texts() == cache.texts_in(1) == {"abx"}
+    assert forgotten(plan) == [Forgotten(1, LAYOUT, chain(b"", packed("abcd"), 4)[:1:-1])]
+    assert cache.state.counters["blocks_bad"] == 1
+
+
+def test_a_bad_block_that_only_a_store_has_goes_too() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.store("abc", store)
+    cache.state.remove_bad(cache.namespace, packed("ab"))
+    assert cache.texts_in(1) == {"a"}
+
+
+def test_a_bad_block_that_went_meanwhile_takes_nothing_along() -> None:
+    cache = Cache()
+    cache.fill("ab")
+    assert cache.state.remove_bad(cache.namespace, packed("ax")) == []
+    assert cache.state.remove_bad(cache.namespace, packed("abc")) == []
+    assert cache.texts() == {"ab"}
+
+
+def test_what_follows_a_bad_block_is_not_committed() -> None:
+    cache = Cache()
+    lease = cache.hold("ab")
+    cache.state.remove_bad(cache.namespace, packed("ab"))
+    with pytest.raises(Dropped):
+        cache.commit(lease, "c")
+    cache.release(lease)
+    assert cache.counts() == {"free": 15, "committed": 1}
+
+
+def test_the_good_blocks_before_a_bad_one_are_gone_on_from() -> None:
+    cache = Cache()
+    cache.fill("ab")
+    lease = cache.match("a")
+    cache.state.remove_bad(cache.namespace, packed("ab"))
+    cache.commit(lease, "c")
+    assert cache.texts() == {"ac"}
