@@ -29,6 +29,8 @@ MARK = "mark.json"
 ASIDE = ".aside"
 # Of the capacity: for the small files beside the data, and what the file system adds to them.
 SMALL_FILES_BYTES = 256 << 10
+STEP_BYTES = 1 << 20  # by which files grow at least
+SCARCE_SHARE = 8  # room is scarce when less than one part in so many of the capacity is left
 ZEROS = bytes(4 << 20)
 # Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
 # a mapped page may still need room, and a full volume is then SIGBUS.
@@ -134,7 +136,7 @@ class Volume:
         self._executor = ThreadPoolExecutor(1, "kvd-lmdb-grow")
 
     def grow(self, path: Path, least: int, most: int) -> Future[int]:
-        """Have a file grow by whole pages, as far as there is room; its size then.
+        """Have a file grow by whole pages: while there is much room by `most`; its size then.
 
         What it has is reserved, so that no write to it needs room any more, and written once, since
         a synced write to blocks that never were takes ten times as long. Raises TierFull where not
@@ -151,8 +153,11 @@ class Volume:
         self._executor.shutdown(cancel_futures=True)
 
     def _grow(self, path: Path, least: int, most: int) -> int:
-        if self._room < most:
+        much = most + self.capacity_bytes // SCARCE_SHARE
+        if self._room < much:
             self._remove_what_is_aside()
+        if self._room < much:  # others may need it as well
+            most = max(least, STEP_BYTES) if least else 0
         size = max(min(self._room, most), 0)
         size -= size % mmap.PAGESIZE
         if size < least:

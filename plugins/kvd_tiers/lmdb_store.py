@@ -23,6 +23,7 @@ from kvd_tiers.lmdb_files import (
     DATA,
     DESCRIPTION,
     MARK,
+    STEP_BYTES,
     VERSION,
     Description,
     Mark,
@@ -30,6 +31,7 @@ from kvd_tiers.lmdb_files import (
     boot_id,
     disk_bytes,
     reserve,
+    volume_error,
     write_durably,
 )
 
@@ -42,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = min(mmap.PAGESIZE, 32 << 10)  # LMDB's, which has no larger ones
 LEAST_BYTES = 64 * PAGE_BYTES  # of an environment
-LEAST_STEP = 1 << 20
 # Keys that one transaction forgets: it copies every page of the index that it touches.
 DELETE_KEYS = 64
 SCAN_KEYS = 1024
@@ -147,7 +148,7 @@ class LmdbStore(Store):
                 self._settle()
             while not self._commit(functools.partial(self._put, records)):
                 # There are pages enough, but not enough of them in a row.
-                self._grow(_pages_of(records))
+                self._grow(self.record_bytes // PAGE_BYTES + 1)
             if self._growing is None and self._shortage(records) > -self._step_pages:
                 self._growing = self._start_growing(0)
 
@@ -309,29 +310,28 @@ class LmdbStore(Store):
 
     @property
     def _step_pages(self) -> int:
-        return step_bytes(self._volume) // PAGE_BYTES
+        """By how much the file grows at once: a quarter, so that small ones stay small."""
+        most = self._volume.capacity_bytes // 64
+        return max(min(self._num_pages // 4, most // PAGE_BYTES), STEP_BYTES // PAGE_BYTES)
 
 
 def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volume) -> Description:
     """Make an environment without records, to be opened by LmdbStore. Raises TierFailed."""
     description = Description(VERSION, layout, data_bytes)
     try:
+        folder.mkdir(mode=0o700)
         with _told_as_ours(folder):
             # Not yet by a writable map: its file has no room before it grows.
-            lmdb.open(str(folder), mode=0o700, lib_version=0).close()
-        volume.grow(folder / DATA, LEAST_BYTES, step_bytes(volume)).result()
+            lmdb.open(str(folder), lib_version=0).close()
+        volume.grow(folder / DATA, LEAST_BYTES, LEAST_BYTES).result()
         write_durably(folder / MARK, Mark(clean=True, boot=boot_id(), synced=True))
         write_durably(folder / DESCRIPTION, description)
+    except OSError as error:
+        raise volume_error(error, f"{folder} cannot be made") from error
     except TierFailed:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
         raise
     return description
-
-
-def step_bytes(volume: Volume) -> int:
-    """By how much a file grows at once."""
-    step = max(volume.capacity_bytes // 64, LEAST_STEP)
-    return step - step % PAGE_BYTES
 
 
 def value_bytes(size: int) -> int:
