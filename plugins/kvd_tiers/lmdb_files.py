@@ -188,35 +188,33 @@ class Volume:
 
 
 def _extend(path: Path, size: int) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        start = os.fstat(fd).st_size
+    with path.open("r+b", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
         try:
             if size:
-                os.posix_fallocate(fd, start, size)
+                os.posix_fallocate(file.fileno(), start, size)
             for offset in range(0, size, len(ZEROS)):
-                os.pwrite(fd, ZEROS[: size - offset], start + offset)
-            os.fdatasync(fd)
+                os.pwrite(file.fileno(), ZEROS[: size - offset], start + offset)
+            os.fdatasync(file.fileno())
         except OSError:
-            os.ftruncate(fd, start)
+            file.truncate(start)
             raise
-        return start + size
-    finally:
-        os.close(fd)
+    return start + size
 
 
 def reserve(path: Path) -> int:
-    """Give a file what it lacks of its own length, as a sparse copy does; its length."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    """Give a file what it lacks of its own length, as a sparse copy does; its length.
+
+    Raises TierFailed.
+    """
     try:
-        found = os.fstat(fd)
-        if found.st_blocks * 512 < found.st_size:
-            os.posix_fallocate(fd, 0, found.st_size)
-        return found.st_size
+        with path.open("r+b") as file:
+            found = os.fstat(file.fileno())
+            if found.st_blocks * 512 < found.st_size:
+                os.posix_fallocate(file.fileno(), 0, found.st_size)
+            return found.st_size
     except OSError as error:
         raise volume_error(error, f"{path} cannot be reserved") from error
-    finally:
-        os.close(fd)
 
 
 def disk_bytes(directory: Path) -> int:

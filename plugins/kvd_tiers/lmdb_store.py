@@ -110,26 +110,31 @@ class LmdbStore(Store):
         )
         self._volume = volume
         self._sync = sync
+        self._writemap = writemap and allows_mapped_writes(folder)
         self._gate = Gate()
         self._growing: Future[int] | None = None
-        self._is_dirty = False
         self._freed_pages = 0  # by the last delete: not yet free
-        size = reserve(folder / DATA)
+        self._is_dirty = False
+        self._is_closed = False
         with _told_as_ours(folder):
-            self._env = lmdb.open(
-                str(folder),
-                map_size=size,
-                max_dbs=3,
-                # The commit itself is not synced apart from the data: a power loss undoes the last
-                # transaction at most, and costs half as much.
-                metasync=False,
-                sync=sync,
-                writemap=writemap and allows_mapped_writes(folder),
-                # The kernel reads ahead, also where the file is larger than memory: without it, a
-                # page of 2 MiB is read by pieces of 4 KiB, nine times slower.
-                readahead=True,
-            )
-            self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
+            self._open()
+
+    def _open(self) -> None:
+        size = reserve(self.folder / DATA)
+        self._env = lmdb.open(
+            str(self.folder),
+            map_size=size,
+            max_dbs=3,
+            # The commit itself is not synced apart from the data: a power loss undoes the last
+            # transaction at most, and costs half as much.
+            metasync=False,
+            sync=self._sync,
+            writemap=self._writemap,
+            # The kernel reads ahead, also where the file is larger than memory: without it, a
+            # record of 2 MiB is read by pieces of 4 KiB, nine times slower.
+            readahead=True,
+        )
+        self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
         self._data, self._about, self._notes = self._databases
         self._num_pages = size // PAGE_BYTES
 
@@ -215,14 +220,15 @@ class LmdbStore(Store):
 
     def close(self) -> None:
         """Close after the last reader, whole and synced. Idempotent; raises TierFailed."""
-        if self._growing:
-            wait([self._growing])
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_growth()
         with self._gate.alone(), _told_as_ours(self.folder), closing(self._env):
             if self._is_dirty:
                 self._env.sync(True)
         if self._is_dirty:
             self._mark(clean=True)
-            self._is_dirty = False
 
     def remove(self) -> None:
         """Close it and remove its files."""
@@ -235,6 +241,8 @@ class LmdbStore(Store):
 
     def _begin_writing(self) -> None:
         """Before the first write, it is known for good that this environment is written."""
+        if self._is_closed:
+            raise TierFailed(f"{self.folder} is closed")
         if not self._is_dirty:
             self._mark(clean=False)
             self._is_dirty = True
@@ -273,8 +281,18 @@ class LmdbStore(Store):
         self._freed_pages = 0
 
     def _change(self, change: Callable[[lmdb.Transaction[bytes]], object]) -> None:
-        with self._env.begin(write=True) as txn:
-            change(txn)
+        try:
+            with self._env.begin(write=True) as txn:
+                change(txn)
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error:
+            # What could not be written may leave LMDB refusing everything until it is opened anew.
+            self._end_growth()
+            with self._gate.alone():
+                self._env.close()
+                self._open()
+            raise
 
     # --- room ---
 
@@ -307,6 +325,11 @@ class LmdbStore(Store):
     def _start_growing(self, num_pages: int) -> Future[int]:
         most = max(num_pages, self._step_pages) * PAGE_BYTES
         return self._volume.grow(self.folder / DATA, num_pages * PAGE_BYTES, most)
+
+    def _end_growth(self) -> None:
+        if self._growing:
+            wait([self._growing])
+            self._growing = None
 
     @property
     def _step_pages(self) -> int:
