@@ -163,7 +163,7 @@ class Volume:
         if size < least:
             raise TierFull(self._fullness())
         try:
-            return _extend(path, size)
+            return _extend(path, size) if size else path.stat().st_size
         except OSError as error:
             raise volume_error(error, f"{format_bytes(size)} more for {path}") from error
 
@@ -191,8 +191,7 @@ def _extend(path: Path, size: int) -> int:
     with path.open("r+b", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
         try:
-            if size:
-                os.posix_fallocate(file.fileno(), start, size)
+            os.posix_fallocate(file.fileno(), start, size)
             for offset in range(0, size, len(ZEROS)):
                 os.pwrite(file.fileno(), ZEROS[: size - offset], start + offset)
             os.fdatasync(file.fileno())

@@ -214,7 +214,7 @@ def test_after_a_failed_write_it_goes_on(shm: Path, make_tier: MakeStoreTier) ->
         tier.open(1)
         store = tier.create_store(LAYOUT, LAYOUT.page_bytes)
         store.write(records_of(range(BATCH)))
-        with largest_file(16 << 10), pytest.raises(TierFailed, match="too large|Input/output"):
+        with largest_file(16 << 10), pytest.raises(TierFailed, match=r"too large|Input/output"):
             fill(store)
         there = len(scan_all(store))
         store.write(records_of(range(200, 200 + BATCH)))
