@@ -17,9 +17,9 @@ from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import StoreTier
 from kvd_tiers.lmdb_check import damage
 from kvd_tiers.lmdb_files import (
-    ASIDE,
     DATA,
     DESCRIPTION,
+    FOLDER,
     Description,
     Mark,
     Volume,
@@ -92,9 +92,8 @@ class LmdbTier(StoreTier):
         private_directory(self.directory, 0o700)
         self._lock = OwnerLock(self.directory / "lmdb.lock", f"the data in {self.directory}")
         self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
-        for folder in sorted(self.directory.iterdir()):
-            if folder.is_dir() and folder.suffix != ASIDE:
-                self._adopt(folder)
+        for folder in sorted(self.directory.glob(FOLDER)):
+            self._adopt(folder)
         self._shrink()
 
     def close(self) -> None:
@@ -174,7 +173,7 @@ def _lost_power(mark: Mark) -> bool:
 
 
 def _folder_name(layout: Layout) -> str:
-    return hashlib.sha256(msgspec.json.encode(layout)).hexdigest()[:16]
+    return f"layout-{hashlib.sha256(msgspec.json.encode(layout)).hexdigest()[:16]}"
 
 
 def _default_capacity(directory: Path) -> int:

@@ -26,6 +26,7 @@ VERSION = 1
 DATA = "data.mdb"
 DESCRIPTION = "layout.json"
 MARK = "mark.json"
+FOLDER = "layout-" + "[0-9a-f]" * 16  # what is called otherwise is not ours
 ASIDE = ".aside"
 # Of the capacity: for the small files beside the data, and what the file system adds to them.
 SMALL_FILES_BYTES = 256 << 10
@@ -173,7 +174,7 @@ class Volume:
         return min(self.capacity_bytes - taken, free_bytes(self.directory) - self.floor_bytes)
 
     def _remove_what_is_aside(self) -> None:
-        for folder in self.directory.glob("*" + ASIDE):
+        for folder in self.directory.glob(FOLDER + ASIDE):
             logger.warning("%s is removed: its room is needed", folder)
             shutil.rmtree(folder, ignore_errors=True)
 

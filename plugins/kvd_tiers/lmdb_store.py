@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import mmap
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
@@ -34,13 +32,12 @@ from kvd_tiers.lmdb_files import (
     volume_error,
     write_durably,
 )
+from kvd_tiers.lmdb_gate import Gate
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.tiers.base import Deliver, Record
     from kvd_tiers.lmdb_files import Volume
-
-logger = logging.getLogger(__name__)
 
 PAGE_BYTES = min(mmap.PAGESIZE, 32 << 10)  # LMDB's, which has no larger ones
 LEAST_BYTES = 64 * PAGE_BYTES  # of an environment
@@ -57,40 +54,6 @@ NODE_BYTES = 8 + 2
 NODE_MAX = (PAGE_BYTES - PAGE_HEADER_BYTES) // 2
 
 
-class Gate:
-    """Readers come and go; who must be alone waits for them and keeps others out meanwhile."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_readers = 0
-        self._is_taken = False
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_taken)
-            self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_readers -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_taken)
-            self._is_taken = True
-            self._changed.wait_for(lambda: not self._num_readers)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_taken = False
-                self._changed.notify_all()
-
-
 class LmdbStore(Store):
     """An environment with three databases: data and index by key, and notes.
 
@@ -105,9 +68,8 @@ class LmdbStore(Store):
         self.folder = folder
         self.layout = description.layout
         self.data_bytes = description.data_bytes
-        self.record_bytes = value_bytes(self.data_bytes) + value_bytes(
-            most_about_bytes(self.layout)
-        )
+        about_bytes = most_about_bytes(self.layout)
+        self.record_bytes = value_bytes(self.data_bytes) + value_bytes(about_bytes)
         self._volume = volume
         self._sync = sync
         self._writemap = writemap and allows_mapped_writes(folder)
@@ -145,8 +107,7 @@ class LmdbStore(Store):
     # --- records ---
 
     def write(self, records: Sequence[Record]) -> None:
-        self._begin_writing()
-        with _told_as_ours(self.folder):
+        with self._writing():
             while (shortage := self._shortage(records)) > 0:
                 self._grow(shortage)
             if shortage + self._freed_pages > 0:
@@ -169,8 +130,7 @@ class LmdbStore(Store):
                             deliver(place, data)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._begin_writing()
-        with _told_as_ours(self.folder):
+        with self._writing():
             for start in range(0, len(keys), DELETE_KEYS):
                 some = keys[start : start + DELETE_KEYS]
                 if not self._commit(functools.partial(self._forget, some)):
@@ -203,8 +163,7 @@ class LmdbStore(Store):
     # --- notes ---
 
     def write_note(self, name: bytes, value: bytes) -> None:
-        self._begin_writing()
-        with _told_as_ours(self.folder):
+        with self._writing():
             if not self._commit(lambda txn: txn.put(name, value, db=self._notes)):
                 raise TierFull(f"no room in {self.folder} for a note")
 
@@ -234,18 +193,30 @@ class LmdbStore(Store):
         """Close it and remove its files."""
         self._is_dirty = False  # nothing of it need be whole
         self.close()
-        (
-            self.folder / DESCRIPTION
-        ).unlink()  # first, so that nobody takes the rest for an environment
+        # First, so that nobody takes what may be left of the rest for an environment.
+        (self.folder / DESCRIPTION).unlink()
         shutil.rmtree(self.folder)
 
-    def _begin_writing(self) -> None:
-        """Before the first write, it is known for good that this environment is written."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around every change: before the first one, it is known for good that there are some."""
         if self._is_closed:
             raise TierFailed(f"{self.folder} is closed")
         if not self._is_dirty:
             self._mark(clean=False)
             self._is_dirty = True
+        with _told_as_ours(self.folder):
+            try:
+                yield
+            except lmdb.MapFullError:
+                raise
+            except lmdb.Error:
+                # What could not be written may leave LMDB refusing everything until it is reopened.
+                self._end_growth()
+                with self._gate.alone():
+                    self._env.close()
+                    self._open()
+                raise
 
     def _mark(self, *, clean: bool) -> None:
         write_durably(self.folder / MARK, Mark(clean, boot_id(), self._sync))
@@ -281,18 +252,8 @@ class LmdbStore(Store):
         self._freed_pages = 0
 
     def _change(self, change: Callable[[lmdb.Transaction[bytes]], object]) -> None:
-        try:
-            with self._env.begin(write=True) as txn:
-                change(txn)
-        except lmdb.MapFullError:
-            raise
-        except lmdb.Error:
-            # What could not be written may leave LMDB refusing everything until it is opened anew.
-            self._end_growth()
-            with self._gate.alone():
-                self._env.close()
-                self._open()
-            raise
+        with self._env.begin(write=True) as txn:
+            change(txn)
 
     # --- room ---
 

@@ -208,17 +208,23 @@ def test_a_full_volume_is_a_full_tier_until_it_has_room(tmpfs: Mount) -> None:  
         assert fill(store) > 2 * num_kept
 
 
-@pytest.mark.parametrize("make_tier", [make, make_plain])
-def test_after_a_failed_write_it_goes_on(shm: Path, make_tier: MakeStoreTier) -> None:  # noqa: F811
-    with closing(make_tier(shm, 16 * MIB)) as tier:
+def test_growth_that_fails_fails_the_write_and_no_later_one(store: LmdbStore) -> None:
+    with largest_file(MIB), pytest.raises(TierFailed, match=r"more for .*: File too large"):
+        fill(store)
+    num_kept = len(scan_all(store))
+    assert fill(store) > num_kept
+
+
+def test_a_commit_that_fails_fails_the_write_and_no_later_one(shm: Path) -> None:  # noqa: F811
+    with closing(make_plain(shm, 16 * MIB)) as tier:
         tier.open(1)
         store = tier.create_store(LAYOUT, LAYOUT.page_bytes)
-        store.write(records_of(range(BATCH)))
-        with largest_file(16 << 10), pytest.raises(TierFailed, match=r"too large|Input/output"):
-            fill(store)
-        there = len(scan_all(store))
-        store.write(records_of(range(200, 200 + BATCH)))
-        assert len(scan_all(store)) == there + BATCH
+        num_kept = fill(store)
+        store.delete([key_of(number) for number in range(BATCH)])
+        with largest_file(16 << 10), pytest.raises(TierFailed, match="mdb_txn_commit"):
+            store.write(records_of(range(1000, 1000 + BATCH)))
+        expect(store, records_of(range(BATCH, num_kept)))
+        store.write(records_of(range(1000, 1000 + BATCH)))
 
 
 @contextmanager
@@ -377,6 +383,16 @@ def test_a_store_whose_making_was_cut_short_is_removed(tier: LmdbTier, store: Lm
     with closing(reopened(tier.directory.parent)) as again:
         assert again.stores() == []
         assert not store.folder.exists()
+
+
+def test_what_is_not_ours_is_left_alone(tier: LmdbTier, store: LmdbStore) -> None:
+    theirs = [tier.directory / name for name in ("photos", "photos.aside", "layout-of-gardens")]
+    for folder in theirs:
+        folder.mkdir()
+    tier.close()
+    with closing(reopened(tier.directory.parent)) as again:
+        fill(again.create_store(OTHER, OTHER.page_bytes))
+    assert all(folder.exists() for folder in theirs)
 
 
 def test_a_check_that_dies_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
