@@ -44,24 +44,26 @@ class Pipeline:
         Where the store raises, the batches before are kept and none after.
         """
         batches = _batches(len(pages), store.data_bytes, BATCH_BYTES)
+
+        def gather(number: int) -> list[Record]:
+            batch = batches[number]
+            data = self._buffer(number % 2, len(batch) * store.data_bytes)
+            arena.copy_out(pages[batch.start : batch.stop], data)
+            blocks = _split(data, store.data_bytes)
+            return [
+                Record(keys[place], describe(place, block), block)
+                for place, block in zip(batch, blocks, strict=True)
+            ]
+
+        if not batches:
+            return
         with ThreadPoolExecutor(1, "kvd-gather") as gatherer:
-
-            def gather(batch: range, number: int) -> list[Record]:
-                data = self._buffer(number, len(batch) * store.data_bytes)
-                arena.copy_out(pages[batch.start : batch.stop], data)
-                blocks = _split(data, store.data_bytes)
-                return [
-                    Record(keys[place], describe(place, block), block)
-                    for place, block in zip(batch, blocks, strict=True)
-                ]
-
-            gathered = [gatherer.submit(gather, batch, 0) for batch in batches[:1]]
-            for number, batch in enumerate(batches[1:], 1):
-                records = gathered.pop().result()
-                gathered.append(gatherer.submit(gather, batch, number % 2))
+            gathering = gatherer.submit(gather, 0)
+            for number in range(1, len(batches)):
+                records = gathering.result()
+                gathering = gatherer.submit(gather, number)
                 store.write(records)
-            for last in gathered:
-                store.write(last.result())
+            store.write(gathering.result())
 
     def read(
         self,
