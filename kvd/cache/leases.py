@@ -32,7 +32,8 @@ class Lease:
     at the end of `tail_node` may be locked, of which only the first tokens agree. `asked` tells a
     repeated request from another. The pages reserved for it are `granted` in their order, from its
     beginning or its last abort on, so that a repeated reserve gets its first answer. `reserved` are
-    the pages that are not committed. `drops` is the namespace's generation at its beginning.
+    the pages that are not committed. `drops` is the namespace's generation at its beginning, and
+    `is_counted` says that its match is among those that were counted.
     """
 
     session: int
@@ -46,6 +47,7 @@ class Lease:
     generation: int
     drops: int
     since: float
+    is_counted: bool = False
     tail_node: Node | None = None
     tail: Tail | None = None
     granted: Pages = field(default_factory=lambda: np.empty(0, np.int64))

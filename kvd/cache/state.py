@@ -411,7 +411,10 @@ class CacheState:
         return len(keys) * space.arena.layout.block_size
 
     def count_match(self, lease: Lease, num_tokens: int) -> None:
-        """A match of so many tokens was answered."""
+        """A match of so many tokens was answered, perhaps again."""
+        if lease.is_counted:
+            return
+        lease.is_counted = True
         hit_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
         hit_tokens += lease.tail.num_tokens if lease.tail else 0
         self.counters["matches"] += 1

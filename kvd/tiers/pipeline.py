@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 # Data of one transaction: enough that its sync is shared by many blocks.
 BATCH_BYTES = 32 << 20
+# What a thread reads before it looks for more: little, so that both end together.
+READ_BYTES = 8 << 20
 
 # Given a block's place among those that are written, and its bytes: what its record is about.
 Describe: TypeAlias = Callable[[int, memoryview], bytes]
@@ -40,25 +43,27 @@ class Pipeline:
 
         Where the store raises, the batches before are kept and none after.
         """
-        batches = _batches(len(pages), store.data_bytes)
+        batches = _batches(len(pages), store.data_bytes, BATCH_BYTES)
+
+        def gather(number: int) -> list[Record]:
+            batch = batches[number]
+            data = self._buffer(number % 2, len(batch) * store.data_bytes)
+            arena.copy_out(pages[batch.start : batch.stop], data)
+            blocks = _split(data, store.data_bytes)
+            return [
+                Record(keys[place], describe(place, block), block)
+                for place, block in zip(batch, blocks, strict=True)
+            ]
+
+        if not batches:
+            return
         with ThreadPoolExecutor(1, "kvd-gather") as gatherer:
-
-            def gather(batch: range, number: int) -> list[Record]:
-                data = self._buffer(number, len(batch) * store.data_bytes)
-                arena.copy_out(pages[batch.start : batch.stop], data)
-                blocks = _split(data, store.data_bytes)
-                return [
-                    Record(keys[place], describe(place, block), block)
-                    for place, block in zip(batch, blocks, strict=True)
-                ]
-
-            gathered = [gatherer.submit(gather, batch, 0) for batch in batches[:1]]
-            for number, batch in enumerate(batches[1:], 1):
-                records = gathered.pop().result()
-                gathered.append(gatherer.submit(gather, batch, number % 2))
+            gathering = gatherer.submit(gather, 0)
+            for number in range(1, len(batches)):
+                records = gathering.result()
+                gathering = gatherer.submit(gather, number)
                 store.write(records)
-            for last in gathered:
-                store.write(last.result())
+            store.write(gathering.result())
 
     def read(
         self,
@@ -68,23 +73,24 @@ class Pipeline:
         keys: Sequence[BlockKey],
         accept: Accept,
     ) -> list[bool]:
-        """Copy records into pages, half of them in each thread; which ones came and are good."""
+        """Copy records into pages, in two threads; which ones came and are good."""
         found = [False] * len(keys)
+        batches = iter(_batches(len(keys), store.data_bytes, READ_BYTES))
 
-        def read_some(places: range) -> None:
-            def deliver(index: int, data: memoryview) -> None:
-                place = places[index]
-                if len(data) == store.data_bytes and accept(place, data):
-                    arena.copy_in(pages[place : place + 1], data)
-                    found[place] = True
+        def read_batches() -> None:
+            for batch in batches:
+                store.read(keys[batch.start : batch.stop], functools.partial(deliver, batch))
 
-            store.read(keys[places.start : places.stop], deliver)
+        def deliver(batch: range, index: int, data: memoryview) -> None:
+            place = batch[index]
+            if len(data) == store.data_bytes and accept(place, data):
+                arena.copy_in(pages[place : place + 1], data)
+                found[place] = True
 
-        middle = len(keys) // 2
         with ThreadPoolExecutor(1, "kvd-read") as other:
-            first = other.submit(read_some, range(middle))
-            read_some(range(middle, len(keys)))
-            first.result()
+            others = other.submit(read_batches)
+            read_batches()
+            others.result()
         return found
 
     def _buffer(self, number: int, size: int) -> memoryview:
@@ -93,8 +99,8 @@ class Pipeline:
         return memoryview(self._buffers[number])[:size]
 
 
-def _batches(num_blocks: int, block_bytes: int) -> list[range]:
-    size = max(BATCH_BYTES // block_bytes, 1)
+def _batches(num_blocks: int, block_bytes: int, batch_bytes: int) -> list[range]:
+    size = max(batch_bytes // block_bytes, 1)
     return [range(num_blocks)[start : start + size] for start in range(0, num_blocks, size)]
 
 

@@ -17,9 +17,9 @@ from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import StoreTier
 from kvd_tiers.lmdb_check import damage
 from kvd_tiers.lmdb_files import (
-    ASIDE,
     DATA,
     DESCRIPTION,
+    FOLDER,
     Description,
     Mark,
     Volume,
@@ -30,6 +30,7 @@ from kvd_tiers.lmdb_files import (
     read_mark,
     set_aside,
     sync_directory,
+    volume_error,
 )
 from kvd_tiers.lmdb_store import LmdbStore, make_environment
 
@@ -92,10 +93,12 @@ class LmdbTier(StoreTier):
         private_directory(self.directory, 0o700)
         self._lock = OwnerLock(self.directory / "lmdb.lock", f"the data in {self.directory}")
         self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
-        for folder in sorted(self.directory.iterdir()):
-            if folder.is_dir() and folder.suffix != ASIDE:
+        try:
+            for folder in sorted(self.directory.glob(FOLDER)):
                 self._adopt(folder)
-        self._shrink()
+            self._shrink()
+        except OSError as error:
+            raise volume_error(error, f"{self.directory} cannot be used") from error
 
     def close(self) -> None:
         for store in self._stores:
@@ -120,7 +123,10 @@ class LmdbTier(StoreTier):
 
     def create_store(self, layout: Layout, data_bytes: int) -> LmdbStore:
         folder = self.directory / _folder_name(layout)
-        return self._open_store(folder, make_environment(folder, layout, data_bytes, self._volume))
+        description = make_environment(folder, layout, data_bytes, self._volume)
+        store = self._open_store(folder, description)
+        self._stores.append(store)
+        return store
 
     def remove_store(self, store: Store) -> None:
         assert isinstance(store, LmdbStore)
@@ -129,15 +135,13 @@ class LmdbTier(StoreTier):
         sync_directory(self.directory)
 
     def _open_store(self, folder: Path, description: Description) -> LmdbStore:
-        store = LmdbStore(
+        return LmdbStore(
             folder,
             description,
             self._volume,
             sync=not self._config.nosync,
             writemap=self._config.writemap,
         )
-        self._stores.append(store)
-        return store
 
     # --- what an earlier epoch left ---
 
@@ -157,6 +161,7 @@ class LmdbTier(StoreTier):
             store = self._open_store(folder, description)
             if not mark.clean:
                 store.sync()  # whoever wrote it may not have
+            self._stores.append(store)
         except (TierFailed, OSError) as error:
             set_aside(folder, str(error))
 
@@ -174,7 +179,7 @@ def _lost_power(mark: Mark) -> bool:
 
 
 def _folder_name(layout: Layout) -> str:
-    return hashlib.sha256(msgspec.json.encode(layout)).hexdigest()[:16]
+    return f"layout-{hashlib.sha256(msgspec.json.encode(layout)).hexdigest()[:16]}"
 
 
 def _default_capacity(directory: Path) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmdb.verify import VerifyError, verify
 
-# About a second for 8 GiB of records here; what takes ten times as long is no better than damaged.
+# Two GiB of records take less than a second; what takes so much longer is as good as damaged.
 BASE_SECONDS = 60.0
 BYTES_A_SECOND = 1 << 30
 

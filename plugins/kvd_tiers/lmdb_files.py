@@ -26,9 +26,12 @@ VERSION = 1
 DATA = "data.mdb"
 DESCRIPTION = "layout.json"
 MARK = "mark.json"
+FOLDER = "layout-" + "[0-9a-f]" * 16  # what is called otherwise is not ours
 ASIDE = ".aside"
 # Of the capacity: for the small files beside the data, and what the file system adds to them.
 SMALL_FILES_BYTES = 256 << 10
+STEP_BYTES = 1 << 20  # by which files grow at least
+SCARCE_SHARE = 8  # room is scarce when less than one part in so many of the capacity is left
 ZEROS = bytes(4 << 20)
 # Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
 # a mapped page may still need room, and a full volume is then SIGBUS.
@@ -134,7 +137,7 @@ class Volume:
         self._executor = ThreadPoolExecutor(1, "kvd-lmdb-grow")
 
     def grow(self, path: Path, least: int, most: int) -> Future[int]:
-        """Have a file grow by whole pages, as far as there is room; its size then.
+        """Have a file grow by whole pages: while there is much room by `most`; its size then.
 
         What it has is reserved, so that no write to it needs room any more, and written once, since
         a synced write to blocks that never were takes ten times as long. Raises TierFull where not
@@ -151,14 +154,17 @@ class Volume:
         self._executor.shutdown(cancel_futures=True)
 
     def _grow(self, path: Path, least: int, most: int) -> int:
-        if self._room < most:
+        much = most + self.capacity_bytes // SCARCE_SHARE
+        if self._room < much:
             self._remove_what_is_aside()
+        if self._room < much:  # others may need it as well
+            most = max(least, STEP_BYTES) if least else 0
         size = max(min(self._room, most), 0)
         size -= size % mmap.PAGESIZE
         if size < least:
             raise TierFull(self._fullness())
         try:
-            return _extend(path, size)
+            return _extend(path, size) if size else path.stat().st_size
         except OSError as error:
             raise volume_error(error, f"{format_bytes(size)} more for {path}") from error
 
@@ -168,7 +174,7 @@ class Volume:
         return min(self.capacity_bytes - taken, free_bytes(self.directory) - self.floor_bytes)
 
     def _remove_what_is_aside(self) -> None:
-        for folder in self.directory.glob("*" + ASIDE):
+        for folder in self.directory.glob(FOLDER + ASIDE):
             logger.warning("%s is removed: its room is needed", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -183,35 +189,32 @@ class Volume:
 
 
 def _extend(path: Path, size: int) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        start = os.fstat(fd).st_size
+    with path.open("r+b", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
         try:
-            if size:
-                os.posix_fallocate(fd, start, size)
+            os.posix_fallocate(file.fileno(), start, size)
             for offset in range(0, size, len(ZEROS)):
-                os.pwrite(fd, ZEROS[: size - offset], start + offset)
-            os.fdatasync(fd)
+                os.pwrite(file.fileno(), ZEROS[: size - offset], start + offset)
+            os.fdatasync(file.fileno())
         except OSError:
-            os.ftruncate(fd, start)
+            file.truncate(start)
             raise
-        return start + size
-    finally:
-        os.close(fd)
+    return start + size
 
 
 def reserve(path: Path) -> int:
-    """Give a file what it lacks of its own length, as a sparse copy does; its length."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    """Give a file what it lacks of its own length, as a sparse copy does; its length.
+
+    Raises TierFailed.
+    """
     try:
-        found = os.fstat(fd)
-        if found.st_blocks * 512 < found.st_size:
-            os.posix_fallocate(fd, 0, found.st_size)
-        return found.st_size
+        with path.open("r+b") as file:
+            found = os.fstat(file.fileno())
+            if found.st_blocks * 512 < found.st_size:
+                os.posix_fallocate(file.fileno(), 0, found.st_size)
+            return found.st_size
     except OSError as error:
         raise volume_error(error, f"{path} cannot be reserved") from error
-    finally:
-        os.close(fd)
 
 
 def disk_bytes(directory: Path) -> int:

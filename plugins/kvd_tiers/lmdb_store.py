@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import mmap
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
@@ -23,6 +21,7 @@ from kvd_tiers.lmdb_files import (
     DATA,
     DESCRIPTION,
     MARK,
+    STEP_BYTES,
     VERSION,
     Description,
     Mark,
@@ -30,19 +29,18 @@ from kvd_tiers.lmdb_files import (
     boot_id,
     disk_bytes,
     reserve,
+    volume_error,
     write_durably,
 )
+from kvd_tiers.lmdb_gate import Gate
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.tiers.base import Deliver, Record
     from kvd_tiers.lmdb_files import Volume
 
-logger = logging.getLogger(__name__)
-
 PAGE_BYTES = min(mmap.PAGESIZE, 32 << 10)  # LMDB's, which has no larger ones
 LEAST_BYTES = 64 * PAGE_BYTES  # of an environment
-LEAST_STEP = 1 << 20
 # Keys that one transaction forgets: it copies every page of the index that it touches.
 DELETE_KEYS = 64
 SCAN_KEYS = 1024
@@ -54,40 +52,6 @@ SPARE_PAGES = 32
 PAGE_HEADER_BYTES = 16
 NODE_BYTES = 8 + 2
 NODE_MAX = (PAGE_BYTES - PAGE_HEADER_BYTES) // 2
-
-
-class Gate:
-    """Readers come and go; who must be alone waits for them and keeps others out meanwhile."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_readers = 0
-        self._is_taken = False
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_taken)
-            self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_readers -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_taken)
-            self._is_taken = True
-            self._changed.wait_for(lambda: not self._num_readers)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_taken = False
-                self._changed.notify_all()
 
 
 class LmdbStore(Store):
@@ -104,31 +68,35 @@ class LmdbStore(Store):
         self.folder = folder
         self.layout = description.layout
         self.data_bytes = description.data_bytes
-        self.record_bytes = value_bytes(self.data_bytes) + value_bytes(
-            most_about_bytes(self.layout)
-        )
+        about_bytes = most_about_bytes(self.layout)
+        self.record_bytes = value_bytes(self.data_bytes) + value_bytes(about_bytes)
         self._volume = volume
         self._sync = sync
+        self._writemap = writemap and allows_mapped_writes(folder)
         self._gate = Gate()
         self._growing: Future[int] | None = None
-        self._is_dirty = False
         self._freed_pages = 0  # by the last delete: not yet free
-        size = reserve(folder / DATA)
+        self._is_dirty = False
+        self._is_closed = False
         with _told_as_ours(folder):
-            self._env = lmdb.open(
-                str(folder),
-                map_size=size,
-                max_dbs=3,
-                # The commit itself is not synced apart from the data: a power loss undoes the last
-                # transaction at most, and costs half as much.
-                metasync=False,
-                sync=sync,
-                writemap=writemap and allows_mapped_writes(folder),
-                # The kernel reads ahead, also where the file is larger than memory: without it, a
-                # page of 2 MiB is read by pieces of 4 KiB, nine times slower.
-                readahead=True,
-            )
-            self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
+            self._open()
+
+    def _open(self) -> None:
+        size = reserve(self.folder / DATA)
+        self._env = lmdb.open(
+            str(self.folder),
+            map_size=size,
+            max_dbs=3,
+            # The commit itself is not synced apart from the data: a power loss undoes the last
+            # transaction at most, and costs half as much.
+            metasync=False,
+            sync=self._sync,
+            writemap=self._writemap,
+            # The kernel reads ahead, also where the file is larger than memory: without it, a
+            # record of 2 MiB is read by pieces of 4 KiB, nine times slower.
+            readahead=True,
+        )
+        self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
         self._data, self._about, self._notes = self._databases
         self._num_pages = size // PAGE_BYTES
 
@@ -139,15 +107,14 @@ class LmdbStore(Store):
     # --- records ---
 
     def write(self, records: Sequence[Record]) -> None:
-        self._begin_writing()
-        with _told_as_ours(self.folder):
+        with self._writing():
             while (shortage := self._shortage(records)) > 0:
                 self._grow(shortage)
             if shortage + self._freed_pages > 0:
                 self._settle()
             while not self._commit(functools.partial(self._put, records)):
                 # There are pages enough, but not enough of them in a row.
-                self._grow(_pages_of(records))
+                self._grow(self.record_bytes // PAGE_BYTES + 1)
             if self._growing is None and self._shortage(records) > -self._step_pages:
                 self._growing = self._start_growing(0)
 
@@ -163,8 +130,7 @@ class LmdbStore(Store):
                             deliver(place, data)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._begin_writing()
-        with _told_as_ours(self.folder):
+        with self._writing():
             for start in range(0, len(keys), DELETE_KEYS):
                 some = keys[start : start + DELETE_KEYS]
                 if not self._commit(functools.partial(self._forget, some)):
@@ -197,8 +163,7 @@ class LmdbStore(Store):
     # --- notes ---
 
     def write_note(self, name: bytes, value: bytes) -> None:
-        self._begin_writing()
-        with _told_as_ours(self.folder):
+        with self._writing():
             if not self._commit(lambda txn: txn.put(name, value, db=self._notes)):
                 raise TierFull(f"no room in {self.folder} for a note")
 
@@ -214,29 +179,44 @@ class LmdbStore(Store):
 
     def close(self) -> None:
         """Close after the last reader, whole and synced. Idempotent; raises TierFailed."""
-        if self._growing:
-            wait([self._growing])
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_growth()
         with self._gate.alone(), _told_as_ours(self.folder), closing(self._env):
             if self._is_dirty:
                 self._env.sync(True)
         if self._is_dirty:
             self._mark(clean=True)
-            self._is_dirty = False
 
     def remove(self) -> None:
         """Close it and remove its files."""
         self._is_dirty = False  # nothing of it need be whole
         self.close()
-        (
-            self.folder / DESCRIPTION
-        ).unlink()  # first, so that nobody takes the rest for an environment
+        # First, so that nobody takes what may be left of the rest for an environment.
+        (self.folder / DESCRIPTION).unlink()
         shutil.rmtree(self.folder)
 
-    def _begin_writing(self) -> None:
-        """Before the first write, it is known for good that this environment is written."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around every change: before the first one, it is known for good that there are some."""
+        if self._is_closed:
+            raise TierFailed(f"{self.folder} is closed")
         if not self._is_dirty:
             self._mark(clean=False)
             self._is_dirty = True
+        with _told_as_ours(self.folder):
+            try:
+                yield
+            except lmdb.MapFullError:
+                raise
+            except lmdb.Error:
+                # What could not be written may leave LMDB refusing everything until it is reopened.
+                self._end_growth()
+                with self._gate.alone():
+                    self._env.close()
+                    self._open()
+                raise
 
     def _mark(self, *, clean: bool) -> None:
         write_durably(self.folder / MARK, Mark(clean, boot_id(), self._sync))
@@ -307,31 +287,35 @@ class LmdbStore(Store):
         most = max(num_pages, self._step_pages) * PAGE_BYTES
         return self._volume.grow(self.folder / DATA, num_pages * PAGE_BYTES, most)
 
+    def _end_growth(self) -> None:
+        if self._growing:
+            wait([self._growing])
+            self._growing = None
+
     @property
     def _step_pages(self) -> int:
-        return step_bytes(self._volume) // PAGE_BYTES
+        """By how much the file grows at once: a quarter, so that small ones stay small."""
+        most = self._volume.capacity_bytes // 64
+        return max(min(self._num_pages // 4, most // PAGE_BYTES), STEP_BYTES // PAGE_BYTES)
 
 
 def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volume) -> Description:
     """Make an environment without records, to be opened by LmdbStore. Raises TierFailed."""
     description = Description(VERSION, layout, data_bytes)
     try:
+        folder.mkdir(mode=0o700)
         with _told_as_ours(folder):
             # Not yet by a writable map: its file has no room before it grows.
-            lmdb.open(str(folder), mode=0o700, lib_version=0).close()
-        volume.grow(folder / DATA, LEAST_BYTES, step_bytes(volume)).result()
+            lmdb.open(str(folder), lib_version=0).close()
+        volume.grow(folder / DATA, LEAST_BYTES, LEAST_BYTES).result()
         write_durably(folder / MARK, Mark(clean=True, boot=boot_id(), synced=True))
         write_durably(folder / DESCRIPTION, description)
+    except OSError as error:
+        raise volume_error(error, f"{folder} cannot be made") from error
     except TierFailed:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
         raise
     return description
-
-
-def step_bytes(volume: Volume) -> int:
-    """By how much a file grows at once."""
-    step = max(volume.capacity_bytes // 64, LEAST_STEP)
-    return step - step % PAGE_BYTES
 
 
 def value_bytes(size: int) -> int:

@@ -140,7 +140,9 @@ class Cache:
         self._lease_id += 1
         lease_id = self._lease_id if lease is None else lease
         space, tokens = self._named(salt), packed(text)
-        return self.state.match(session, lease_id, space, tokens, exact_tail=exact_tail).lease
+        lease = self.state.match(session, lease_id, space, tokens, exact_tail=exact_tail).lease
+        self.state.count_match(lease, len(text))
+        return lease
 
     def fork(self, source: Lease, lease: int | None = None) -> Lease:
         self._lease_id += 1

@@ -1190,32 +1190,31 @@ def test_a_bad_block_goes_with_all_that_follows_it() -> None:
     cache.fill("abcd")
     cache.fill("abx")
     cache.save(store)
-    plan = cache.state.remove_bad(cache.namespace, packed("abc"))
+    plan = cache.state.remove(cache.namespace, packed("abc"))
     check(cache.state)
     assert cache.texts() == cache.texts_in(1) == {"abx"}
     assert forgotten(plan) == [Forgotten(1, LAYOUT, chain(b"", packed("abcd"), 4)[:1:-1])]
-    assert cache.state.counters["blocks_bad"] == 1
 
 
 def test_a_bad_block_that_only_a_store_has_goes_too() -> None:
     cache = Cache(stores=[store := disk()])
     cache.store("abc", store)
-    cache.state.remove_bad(cache.namespace, packed("ab"))
+    cache.state.remove(cache.namespace, packed("ab"))
     assert cache.texts_in(1) == {"a"}
 
 
 def test_a_bad_block_that_went_meanwhile_takes_nothing_along() -> None:
     cache = Cache()
     cache.fill("ab")
-    assert cache.state.remove_bad(cache.namespace, packed("ax")) == []
-    assert cache.state.remove_bad(cache.namespace, packed("abc")) == []
+    assert cache.state.remove(cache.namespace, packed("ax")) == []
+    assert cache.state.remove(cache.namespace, packed("abc")) == []
     assert cache.texts() == {"ab"}
 
 
 def test_what_follows_a_bad_block_is_not_committed() -> None:
     cache = Cache()
     lease = cache.hold("ab")
-    cache.state.remove_bad(cache.namespace, packed("ab"))
+    cache.state.remove(cache.namespace, packed("ab"))
     with pytest.raises(Dropped):
         cache.commit(lease, "c")
     cache.release(lease)
@@ -1226,6 +1225,6 @@ def test_the_good_blocks_before_a_bad_one_are_gone_on_from() -> None:
     cache = Cache()
     cache.fill("ab")
     lease = cache.match("a")
-    cache.state.remove_bad(cache.namespace, packed("ab"))
+    cache.state.remove(cache.namespace, packed("ab"))
     cache.commit(lease, "c")
     assert cache.texts() == {"ac"}

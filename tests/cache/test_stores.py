@@ -196,16 +196,6 @@ def test_a_store_for_what_is_reused_takes_what_is_matched_again() -> None:
     assert next_letters(cache, store) == "ab"
 
 
-def test_a_store_that_fails_takes_nothing() -> None:
-    cache = Cache(stores=[store := disk()])
-    store.may_write = False
-    cache.fill("ab")
-    assert cache.state.stores.num_unsaved_bytes(store) == 0
-    store.may_write = True
-    cache.release(cache.match("a"))
-    assert next_letters(cache, store) == "a"
-
-
 # --- how it ends ---
 
 

@@ -32,7 +32,7 @@ KEYS = [record.key for record in RECORDS]
 
 def make(directory: Path, capacity_bytes: int, **keys: Any) -> FaultyStoreTier:
     inner = {"type": "lmdb", "capacity_bytes": capacity_bytes, "free_floor_bytes": 0}
-    section = {"type": "faulty", "tier": inner, "delay_seconds": 0.0} | keys
+    section = {"type": "faulty", "tier": inner | {"nosync": True}, "delay_seconds": 0.0} | keys
     tier = load_tier(section, directory, directory)
     assert isinstance(tier, FaultyStoreTier)
     return tier

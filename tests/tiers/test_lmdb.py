@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from kvd.testing.tier_suite import (
     scan_all,
 )
 from kvd.tiers.base import Record
+from kvd_tiers import lmdb_check
 from kvd_tiers.lmdb import DEFAULT_CAPACITY, LmdbConfig, LmdbTier
 from kvd_tiers.lmdb_check import damage
 from kvd_tiers.lmdb_files import ASIDE, DESCRIPTION, MARK, allows_mapped_writes, read_mark
@@ -206,6 +208,36 @@ def test_a_full_volume_is_a_full_tier_until_it_has_room(tmpfs: Mount) -> None:  
         assert fill(store) > 2 * num_kept
 
 
+def test_growth_that_fails_fails_the_write_and_no_later_one(store: LmdbStore) -> None:
+    with largest_file(MIB), pytest.raises(TierFailed, match=r"more for .*: File too large"):
+        fill(store)
+    num_kept = len(scan_all(store))
+    assert fill(store) > num_kept
+
+
+def test_a_commit_that_fails_fails_the_write_and_no_later_one(shm: Path) -> None:  # noqa: F811
+    with closing(make_plain(shm, 16 * MIB)) as tier:
+        tier.open(1)
+        store = tier.create_store(LAYOUT, LAYOUT.page_bytes)
+        num_kept = fill(store)
+        store.delete([key_of(number) for number in range(BATCH)])
+        with largest_file(16 << 10), pytest.raises(TierFailed, match="mdb_txn_commit"):
+            store.write(records_of(range(1000, 1000 + BATCH)))
+        expect(store, records_of(range(BATCH, num_kept)))
+        store.write(records_of(range(1000, 1000 + BATCH)))
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may be written beyond this size: a disk that fails, as far as it can be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_the_floor_of_a_volume_is_left_to_others(tmpfs: Mount) -> None:  # noqa: F811
     small = tmpfs("size=64m")
     config = LmdbConfig(ByteSize(60 * MIB), free_floor_bytes=ByteSize(32 * MIB))
@@ -353,11 +385,29 @@ def test_a_store_whose_making_was_cut_short_is_removed(tier: LmdbTier, store: Lm
         assert not store.folder.exists()
 
 
+def test_what_is_not_ours_is_left_alone(tier: LmdbTier, store: LmdbStore) -> None:
+    theirs = [tier.directory / name for name in ("photos", "photos.aside", "layout-of-gardens")]
+    for folder in theirs:
+        folder.mkdir()
+    tier.close()
+    with closing(reopened(tier.directory.parent)) as again:
+        fill(again.create_store(OTHER, OTHER.page_bytes))
+    assert all(folder.exists() for folder in theirs)
+
+
 def test_a_check_that_dies_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data.mdb").write_bytes(bytes(8192))
     assert "not an LMDB data file" in damage(tmp_path)
     monkeypatch.setenv("PYTHONMALLOC", "nonesuch")
     assert "its check ended with status" in damage(tmp_path)
+
+
+def test_a_check_without_end_is_damage(
+    crash: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = crash()
+    monkeypatch.setattr(lmdb_check, "BASE_SECONDS", 0.0)
+    assert "did not end" in damage(folder)
 
 
 def test_a_closed_store_fails_and_does_not_crash(tier: LmdbTier, store: LmdbStore) -> None:

@@ -31,6 +31,7 @@ KEYS = [key_of(number) for number in range(NUM_BLOCKS)]
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "BATCH_BYTES", 7 * LAYOUT.page_bytes)
+    monkeypatch.setattr(pipeline, "READ_BYTES", 3 * LAYOUT.page_bytes)
 
 
 @pytest.fixture
