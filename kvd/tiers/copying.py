@@ -1,4 +1,4 @@
-"""Copies of blocks between an arena and a store, checked on both ways. Blocking, for threads.
+"""Copies of blocks between an arena and a store, checked both ways, in two threads each.
 
 A record's data are the block's bytes, as its layout has them, and behind them their checksum and
 the beginning of the block's key: so a record that was damaged, or that is another's, is seen.
@@ -6,6 +6,7 @@ the beginning of the block's key: so a record that was damaged, or that is anoth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.tiers.base import Store, TierArena
 
+# Data of one transaction: enough that its sync is shared by many blocks.
+BATCH_BYTES = 32 << 20
+# What a thread reads before it looks for more: little, so that both end together.
+READ_BYTES = 8 << 20
+# A call for each page costs less than copying it once more.
+LARGE_BYTES = 64 << 10
+
 _SUM_BYTES = 8
 _TRAILER_BYTES = 2 * _SUM_BYTES
-# One transaction's worth, and what a thread copies while another one writes the piece before.
-PIECE_BYTES = 32 << 20
-# A call for each page costs less than copying it once more.
-_LARGE_BYTES = 64 << 10
 
 
 class Copy(Enum):
@@ -43,15 +47,10 @@ def data_bytes(layout: Layout) -> int:
     return layout.page_bytes + _TRAILER_BYTES
 
 
-def checksum(data: memoryview) -> int:
-    """The checksum of a block's bytes, never 0, which stands for none."""
-    return xxhash.xxh3_64_intdigest(data) or 1
-
-
 class Writer:
-    """Copies pages to a store: one thread gathers a piece while the store writes the one before.
+    """Copies pages to a store: the next batch is gathered while one is written.
 
-    For one caller at a time, whose pages hold still meanwhile.
+    It keeps two buffers. For one caller at a time, whose pages hold still meanwhile.
     """
 
     def __init__(self) -> None:
@@ -68,35 +67,36 @@ class Writer:
     ) -> list[int]:
         """Copy blocks; the places of those that are not what their checksum (0: none) says.
 
-        Those are not written, nor is anything behind the first of them. Raises as `Store.write`.
+        Of a batch with such blocks those before the first are written, and nothing behind. Where
+        the store raises, the batches before are kept and none after.
         """
-        size = data_bytes(arena.layout)
-        step = max(1, PIECE_BYTES // size)
-        pieces = [range(at, min(at + step, len(pages))) for at in range(0, len(pages), step)]
+        batches = _batches(len(pages), data_bytes(arena.layout), BATCH_BYTES)
 
         def gather(number: int) -> tuple[list[Record], list[int]]:
-            piece = pieces[number]
-            buffer = self._buffer(number % 2, len(piece) * size)
-            _gather(arena, pages[piece.start : piece.stop], buffer)
+            batch = batches[number]
+            size = data_bytes(arena.layout)
+            buffer = self._buffer(number % 2, len(batch) * size)
+            _gather(arena, pages[batch.start : batch.stop], buffer)
             records, bad = [], []
-            for at, place in enumerate(piece):
+            for at, place in enumerate(batch):
                 data = buffer[at * size : (at + 1) * size]
-                found = checksum(data[:-_TRAILER_BYTES])
+                found = _checksum(data[:-_TRAILER_BYTES])
                 if sums[place] not in (0, found):
                     bad.append(place)
-                data[-_TRAILER_BYTES:] = found.to_bytes(_SUM_BYTES, "little") + keys[place][:8]
+                data[-_TRAILER_BYTES:] = _trailer(found, keys[place])
                 records.append(Record(keys[place], abouts[place], data))
             return records, bad
 
-        with ThreadPoolExecutor(1, "kvd-gather") as gathering:
-            following = gathering.submit(gather, 0)
-            for number in range(len(pieces)):
+        with ThreadPoolExecutor(1, "kvd-gather") as gatherer:
+            following = gatherer.submit(gather, 0) if batches else None
+            for number, batch in enumerate(batches):
+                assert following is not None
                 records, bad = following.result()
                 if bad:
-                    store.write(records[: bad[0] - pieces[number].start])
+                    store.write(records[: bad[0] - batch.start])
                     return bad
-                if number + 1 < len(pieces):
-                    following = gathering.submit(gather, number + 1)
+                if number + 1 < len(batches):
+                    following = gatherer.submit(gather, number + 1)
                 store.write(records)
         return []
 
@@ -109,7 +109,7 @@ class Writer:
 def _gather(arena: TierArena, pages: Pages, buffer: memoryview) -> None:
     """Copy pages to where their records' data begin."""
     page_bytes, size = arena.layout.page_bytes, data_bytes(arena.layout)
-    if page_bytes >= _LARGE_BYTES:
+    if page_bytes >= LARGE_BYTES:
         for at in range(len(pages)):
             arena.copy_out(pages[at : at + 1], buffer[at * size : at * size + page_bytes])
         return
@@ -119,45 +119,54 @@ def _gather(arena: TierArena, pages: Pages, buffer: memoryview) -> None:
 
 
 def read(store: Store, arena: TierArena, pages: Pages, keys: Sequence[BlockKey]) -> list[Copy]:
-    """Copy blocks into pages that the caller reserved, half of them in a thread beside this one.
-
-    Raises as `Store.read`.
-    """
+    """Copy blocks into pages that the caller reserved. Raises as `Store.read`."""
     copies = [Copy.MISSING] * len(keys)
+    batches = iter(_batches(len(keys), store.data_bytes, READ_BYTES))
 
-    def read_some(start: int, stop: int) -> None:
-        def deliver(number: int, data: memoryview) -> None:
-            place = start + number
-            copies[place] = Copy.BAD
-            if is_good(arena.layout, keys[place], data):
-                arena.copy_in(pages[place : place + 1], data[:-_TRAILER_BYTES])
-                copies[place] = Copy.GOOD
+    def read_batches() -> None:
+        for batch in batches:
+            store.read(keys[batch.start : batch.stop], functools.partial(deliver, batch))
 
-        store.read(keys[start:stop], deliver)
+    def deliver(batch: range, number: int, data: memoryview) -> None:
+        place = batch[number]
+        copies[place] = _judge(arena.layout, keys[place], data)
+        if copies[place] is Copy.GOOD:
+            arena.copy_in(pages[place : place + 1], data[:-_TRAILER_BYTES])
 
-    middle = len(keys) // 2
     with ThreadPoolExecutor(1, "kvd-read") as other:
-        first = other.submit(read_some, 0, middle)
-        read_some(middle, len(keys))
-        first.result()
+        others = other.submit(read_batches)
+        read_batches()
+        others.result()
     return copies
 
 
 def check(store: Store, keys: Sequence[BlockKey]) -> list[Copy]:
-    """Read blocks and look whether they are what they should be."""
+    """Read blocks and look whether they are what they should be. Raises as `Store.read`."""
     copies = [Copy.MISSING] * len(keys)
 
     def deliver(place: int, data: memoryview) -> None:
-        is_right = is_good(store.layout, keys[place], data)
-        copies[place] = Copy.GOOD if is_right else Copy.BAD
+        copies[place] = _judge(store.layout, keys[place], data)
 
     store.read(keys, deliver)
     return copies
 
 
-def is_good(layout: Layout, key: BlockKey, data: memoryview) -> bool:
+def _judge(layout: Layout, key: BlockKey, data: memoryview) -> Copy:
     if len(data) != data_bytes(layout):
-        return False
-    sum_and_key = bytes(data[-_TRAILER_BYTES:])
-    block = data[:-_TRAILER_BYTES]
-    return sum_and_key == checksum(block).to_bytes(_SUM_BYTES, "little") + key[:8]
+        return Copy.BAD
+    expected = _trailer(_checksum(data[:-_TRAILER_BYTES]), key)
+    return Copy.GOOD if data[-_TRAILER_BYTES:] == expected else Copy.BAD
+
+
+def _checksum(data: memoryview) -> int:
+    """As in a page table: never 0, which stands for none."""
+    return xxhash.xxh3_64_intdigest(data) or 1
+
+
+def _trailer(checksum: int, key: BlockKey) -> bytes:
+    return checksum.to_bytes(_SUM_BYTES, "little") + key[:_SUM_BYTES]
+
+
+def _batches(num_blocks: int, block_bytes: int, batch_bytes: int) -> list[range]:
+    size = max(batch_bytes // block_bytes, 1)
+    return [range(num_blocks)[start : start + size] for start in range(0, num_blocks, size)]

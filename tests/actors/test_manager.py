@@ -106,7 +106,9 @@ async def running(
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(1)
-        manager = Manager(Config(cache=config), actor, create_header(directory / "header"), (), Signal())
+        manager = Manager(
+            Config(cache=config), actor, create_header(directory / "header"), (), Signal()
+        )
         await tasks.start(manager.run)
         opened = await manager.open(1, IDENTITY, LAYOUT, "", extras=False)
         cache = Cache(manager, tier, opened.namespace)

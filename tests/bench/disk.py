@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import lmdb
 import numpy as np
 
+from kvd.arena.checksum import block_checksums
 from kvd.protocol.keys import BlockKey
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize, format_bytes
-from kvd.tiers.pipeline import BATCH_BYTES, Pipeline
+from kvd.tiers.copying import BATCH_BYTES, Writer, data_bytes, read
 from kvd_tiers.host import HostConfig, HostTier
 from kvd_tiers.lmdb import LmdbConfig, LmdbTier
 from kvd_tiers.lmdb_files import allows_mapped_writes
@@ -34,30 +35,28 @@ ABOUT = bytes(200)
 
 
 class Ours:
-    """The pages of an arena through a pipeline into the store of a tier, and back."""
+    """The pages of an arena into the store of a tier and back, with their checksums."""
 
     def __init__(self, store: Store, arena: TierArena, num_pages: int) -> None:
         self.store, self.arena = store, arena
         self.pages = np.arange(num_pages)
         self.keys: list[BlockKey] = []
-        self.pipeline = Pipeline()
+        self.abouts = [ABOUT] * num_pages
+        self.sums = block_checksums(arena, self.pages).tolist()
+        self.writer = Writer()
 
     def write(self) -> float:
         """Seconds for all pages; those of the last time are forgotten before."""
         self.store.delete(self.keys)
         self.keys = [BlockKey(os.urandom(32)) for _ in self.pages]
         return timed(
-            lambda: self.pipeline.write(
-                self.store, self.arena, self.pages, self.keys, lambda place, data: ABOUT
+            lambda: self.writer.write(
+                self.store, self.arena, self.pages, self.keys, self.abouts, self.sums
             )
         )
 
     def read(self) -> float:
-        return timed(
-            lambda: self.pipeline.read(
-                self.store, self.arena, self.pages, self.keys, lambda place, data: True
-            )
-        )
+        return timed(lambda: read(self.store, self.arena, self.pages, self.keys))
 
 
 class Bare:
@@ -125,7 +124,7 @@ def disk(bench: Bench) -> Iterator[Row]:
         arena.memory.pages[:] = 1
         bench.say(f"writing {format_bytes(4 * size)} of zeros")
         bare = Bare(Path(folder), arena, num_pages)
-        ours = Ours(tier.create_store(LAYOUT_8B, PAGE_BYTES), arena, num_pages)
+        ours = Ours(tier.create_store(LAYOUT_8B, data_bytes(LAYOUT_8B)), arena, num_pages)
         for _ in range(2):  # until the tier's file has grown
             ours.write()
             bare.write()
