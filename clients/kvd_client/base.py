@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
@@ -72,6 +72,10 @@ from kvd_client.session import (
     wire,
 )
 from kvd_client.transport import Connection
+
+if TYPE_CHECKING:
+    from kvd.arena.device import MappedDevice
+    from kvd.arena.membership import SessionLock
 
 logger = logging.getLogger(__name__)
 
@@ -392,11 +396,12 @@ class NamespaceBase:
         self._binding = Binding(session, reply.namespace, self._arena(session, reply))
         return self._binding
 
-    def _arena(self, session: Session, reply: OpenReply) -> MappedArena | Mirror:
+    def _arena(self, session: Session, reply: OpenReply) -> MappedArena | MappedDevice | Mirror:
         if session.lock is not None:
             try:
-                return MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
-            except (OSError, KvdError) as error:  # a restart meanwhile, or no right to it
+                return _mapped(reply, self.layout, session.lock)
+            # A restart meanwhile, no right to it, or no torch.
+            except (OSError, KvdError, ImportError) as error:
                 logger.warning("the arena cannot be mapped; blocks are copied instead: %s", error)
         return Mirror(self.layout, reply.num_pages)
 
@@ -482,6 +487,15 @@ class NamespaceBase:
                 ),
             )
         )
+
+
+def _mapped(reply: OpenReply, layout: Layout, lock: SessionLock) -> MappedArena | MappedDevice:
+    where = reply.arena_path, layout, reply.num_pages, lock
+    if reply.device is None:
+        return MappedArena(*where)
+    from kvd.arena.device import MappedDevice  # which needs torch
+
+    return MappedDevice(reply.device, *where)
 
 
 def check_timeout(timeout: float) -> float:

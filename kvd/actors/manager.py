@@ -77,6 +77,8 @@ from kvd.protocol.messages import (
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
+    from kvd.arena.base import Arena
+    from kvd.arena.device import DeviceArena
     from kvd.cache.leases import Lease
     from kvd.config import Config
     from kvd.protocol.codec import Tokens
@@ -348,7 +350,8 @@ class Manager:
             held.append(lease.tail.page)
         if not set(held).issuperset(pages.tolist()):
             raise BadRequest("a load may name the blocks of its lease alone")
-        pieces = self._pieces(lease, runs, slices)
+        memory = self._memory(lease)
+        pieces = [memory.slice_view(number, run) for number in slices for run in runs]
         if lease.tail is not None and lease.tail.page in pages:
             # What is sent where it lies is held as the lease's path is; a tail is not part of it.
             return [memoryview(bytes(piece)) for piece in pieces]
@@ -358,17 +361,17 @@ class Manager:
         """Write bytes, as load gives them, into pages that the lease reserved."""
         if not lease.reserved.issuperset(_pages(lease, runs).tolist()):
             raise BadRequest("a store may name pages that its lease reserved alone")
-        pieces = self._pieces(lease, runs, slices)
-        if sum(map(len, pieces)) != len(data):
-            raise BadRequest(f"{len(data)} bytes do not fill {sum(map(len, pieces))}")
-        start = 0
-        for piece in pieces:
-            piece[:] = data[start : start + len(piece)]
-            start += len(piece)
+        sizes = [run.count * lease.namespace.arena.layout.slice_bytes for run in runs]
+        if len(slices) * sum(sizes) != len(data):
+            raise BadRequest(f"{len(data)} bytes do not fill {len(slices) * sum(sizes)}")
+        memory, start = self._memory(lease), 0
+        for number in slices:
+            for run, size in zip(runs, sizes, strict=True):
+                memory.write_slice(number, run, data[start : start + size])
+                start += size
 
-    def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        memory = self._arenas[lease.namespace.arena.id].memory
-        return [memory.slice_view(number, run) for number in slices for run in runs]
+    def _memory(self, lease: Lease) -> Arena | DeviceArena:
+        return self._arenas[lease.namespace.arena.id].memory
 
     # --- pins and drops ---
 

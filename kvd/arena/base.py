@@ -88,6 +88,10 @@ class Arena:
         pages = slices[number, run.first : run.first + run.count].reshape(-1, copy=False)
         return pages.view(np.uint8).data
 
+    def write_slice(self, number: int, run: Run, data: memoryview) -> None:
+        """Write what `slice_view` shows."""
+        self.slice_view(number, run)[:] = data
+
     def copy_out(self, pages: Pages, out: memoryview) -> None:
         """Copy pages into `out`, one after the other, each as `page_view` has it."""
         for run, piece in self._by_runs(pages, out):
