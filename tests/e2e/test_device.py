@@ -20,10 +20,9 @@ from tests.e2e.support import (
     SESSIONS,
     capacity_of,
     eventually,
-    held,
     holds,
     kv_of,
-    pages,
+    pages_in,
     store,
     tokens_of,
 )
@@ -34,22 +33,29 @@ if TYPE_CHECKING:
 
 TOKENS = tokens_of(1, 8)
 
-# What a program has besides: it computes a sequence, or finds it there.
+# What a program begins with: the test's namespace, and what computes or reads a sequence.
 TENSORS = """
 from tests.e2e.test_device import TOKENS, compute_on_device, holds_on_device
+namespace = client.open(IDENTITY, LAYOUT, sys.argv[2])
 """
 
 
 @pytest.fixture(scope="module")
-def settings() -> dict[str, object]:
-    tier = {"type": "torch", "device": "cpu", "capacity_bytes": capacity_of(128)}
-    return {"tiers": [tier], "sessions": SESSIONS}
+def daemon() -> Iterator[RunningDaemon]:
+    """One for all these tests, which takes a while to import torch."""
+    tier = {"type": "torch", "device": "cpu", "capacity_bytes": capacity_of(256)}
+    with running_daemon({"tiers": [tier], "sessions": SESSIONS}) as daemon:
+        yield daemon
 
 
 @pytest.fixture
-def daemon(settings: dict[str, object]) -> Iterator[RunningDaemon]:
-    with running_daemon(settings) as daemon:
-        yield daemon
+def salt(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+@pytest.fixture
+def namespace(client: Client, salt: str) -> Namespace:
+    return client.open(IDENTITY, LAYOUT, salt)
 
 
 def write_on_device(lease: Lease, tokens: list[int], start: int) -> None:
@@ -76,14 +82,16 @@ def holds_on_device(lease: Lease, tokens: list[int]) -> bool:
 
 
 def test_what_one_process_computes_another_has(
-    program: Callable[..., Child], namespace: Namespace
+    program: Callable[..., Child], namespace: Namespace, salt: str
 ) -> None:
-    writer = program(TENSORS + "compute_on_device(namespace.match(TOKENS), TOKENS)\nprint('done')")
+    compute = "compute_on_device(namespace.match(TOKENS), TOKENS)\nprint('done')"
+    writer = program(TENSORS + compute, salt)
     assert writer.says() == "done"
     reader = program(
         TENSORS
         + "lease = namespace.match(TOKENS)\n"
-        + "print(lease.num_tokens, holds_on_device(lease, TOKENS))\nlease.check()"
+        + "print(lease.num_tokens, holds_on_device(lease, TOKENS))\nlease.check()",
+        salt,
     )
     assert reader.says() == f"{len(TOKENS)} True"
     with namespace.match(TOKENS) as lease:
@@ -127,12 +135,14 @@ def test_rows_are_copied_from_lease_to_lease(namespace: Namespace) -> None:
     assert torch.equal(copied[:, :, 1:-1], expected[:, :, 1 : 2 * BLOCK - 1])
 
 
-def test_who_does_not_map_loads_and_stores(namespace: Namespace, daemon: RunningDaemon) -> None:
+def test_who_does_not_map_loads_and_stores(
+    namespace: Namespace, daemon: RunningDaemon, salt: str
+) -> None:
     with namespace.match(TOKENS) as lease:
         compute_on_device(lease, TOKENS)
     others = tokens_of(2, 8)
     with Client(daemon.endpoint, timeout=30.0, maps=False) as client:
-        mirrored = client.open(IDENTITY, LAYOUT)
+        mirrored = client.open(IDENTITY, LAYOUT, salt)
         with mirrored.match(TOKENS) as lease:
             assert holds(lease, TOKENS)
         store(mirrored, others)
@@ -144,12 +154,13 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 
 
 def test_who_has_no_torch_loads_and_stores(
-    namespace: Namespace, child: Callable[..., Child], daemon: RunningDaemon
+    client: Client, child: Callable[..., Child], daemon: RunningDaemon
 ) -> None:
+    tokens = tokens_of(3, 4)
     code = WITHOUT_TORCH + PROLOGUE + "store(namespace, tokens_of(3, 4))\nprint('done')"
     assert child(code, daemon.endpoint).says() == "done"
-    with namespace.match(tokens_of(3, 4)) as lease:
-        assert holds_on_device(lease, tokens_of(3, 4))
+    with client.open(IDENTITY, LAYOUT).match(tokens) as lease:
+        assert holds_on_device(lease, tokens)
 
 
 def test_after_a_restart_a_client_maps_anew(
@@ -170,11 +181,11 @@ def test_after_a_restart_a_client_maps_anew(
 
 
 def test_what_a_killed_process_reserved_is_free_again(
-    program: Callable[..., Child], client: Client
+    program: Callable[..., Child], client: Client, salt: str
 ) -> None:
     code = "lease = namespace.match(TOKENS, reserve_tokens=8)\nviews = lease.write_tensors(0, 8)"
-    killed = program(TENSORS + code + "\nprint('reserved')\ninput()")
+    killed = program(TENSORS + code + "\nprint('reserved')\ninput()", salt)
     assert killed.says() == "reserved"
-    assert pages(client)["reserved"] > 0
+    assert pages_in(client, "reserved") > 0
     killed.process.kill()
-    eventually(lambda: held(client) == {})
+    eventually(lambda: not pages_in(client, "reserved") + pages_in(client, "quarantined"))
