@@ -6,6 +6,7 @@ and this only who has such a tier, or is a client of one.
 
 from __future__ import annotations
 
+import logging
 import queue
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,11 +22,14 @@ from torch import Tensor
 from kvd.arena.host import HostArena, MappedArena
 from kvd.protocol.errors import KvdError, TierFailed
 from kvd.protocol.messages import DeviceMemory, Run
+from kvd.protocol.units import format_bytes
 
 if TYPE_CHECKING:
     from kvd.arena.membership import SessionLock
     from kvd.arena.runs import Pages
     from kvd.protocol.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 CPU = "cpu"
 # Copies go through buffers of this size, of which each arena has a few: one for each copy at once.
@@ -100,7 +104,7 @@ class DeviceArena:
             self._copies = _Copies() if device.type == CPU else _StagedCopies(layout, device)
         except (OSError, RuntimeError) as error:
             self.close()
-            raise TierFailed(f"no {size} bytes on {device}: {error}") from error
+            raise TierFailed(f"no {format_bytes(size)} on {device}: {error}") from error
         self._pages: DevicePages | None = DevicePages(layout, num_pages, memory, self)
 
     @property
@@ -160,7 +164,7 @@ class DeviceArena:
             return iter(())
         if pages.min() < 0 or pages.max() >= self.num_pages:
             raise IndexError(f"pages {pages.min()} to {pages.max()} of {self.num_pages}")
-        index = torch.from_numpy(pages).to(self._device)
+        index = torch.tensor(pages, device=self._device)
         size = self.layout.page_bytes
         step = max(1, STAGE_BYTES // size)
         return zip(index.split(step), _bytes_of(data).split(step * size), strict=True)
@@ -217,7 +221,8 @@ class _StagedCopies(_Copies):
     def _buffer(self, size: int) -> Tensor:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # the machine has no more to pin: slower, but no failure
+        except RuntimeError as error:  # the machine has no more to pin
+            logger.warning("copies from and to %s go unpinned, and slower: %s", self._device, error)
             self.num_unpinned += 1
             return torch.empty(size, dtype=torch.uint8)
 
@@ -333,6 +338,17 @@ def find_device(name: str) -> torch.device:
 
 def uuid_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+
+
+def check_capacity(device: torch.device, size: int) -> None:
+    """Refuse what a GPU does not have (TierFailed)."""
+    if device.type != CPU:
+        total = torch.cuda.get_device_properties(device).total_memory
+        if size > total:
+            raise TierFailed(
+                f"a capacity of {format_bytes(size)} does not fit onto {device}, which has "
+                f"{format_bytes(total)}: lower capacity_bytes"
+            )
 
 
 def use_plain_segments() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.arena.base import GROUP_PAGES
-from kvd.arena.device import CPU, DeviceArena, find_device, use_plain_segments
+from kvd.arena.device import CPU, DeviceArena, check_capacity, find_device, use_plain_segments
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.arena.page_table import PageTable, record_bytes, table_bytes
 from kvd.protocol.errors import BadRequest, ConfigError, KvdError, TierFailed
@@ -123,6 +123,7 @@ class TorchTier(MemoryTier):
             self._device = find_device(self._device_name)
         except KvdError as error:
             raise TierFailed(f"tiers, type torch: {error}") from error
+        check_capacity(self._device, self.capacity_bytes)
 
     def adopt(self) -> list[Adopted]:
         return []

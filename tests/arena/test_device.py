@@ -131,7 +131,7 @@ def test_memory_that_is_not_there_is_a_failure_that_leaves_nothing(
     mount: Callable[..., Path],
 ) -> None:
     small = mount("size=4k")
-    with pytest.raises(TierFailed, match="no 18432 bytes on cpu"):
+    with pytest.raises(TierFailed, match="no 18KiB on cpu"):
         DeviceArena(small / "arena", LAYOUT, NUM_PAGES, CPU)
     assert list(small.iterdir()) == []
 

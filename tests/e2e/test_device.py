@@ -102,7 +102,7 @@ def test_there_are_tensors_and_no_arrays(namespace: Namespace) -> None:
     with namespace.match(TOKENS, reserve_tokens=BLOCK) as lease:
         with pytest.raises(Unsupported, match="read_tensors and write_tensors"):
             lease.write_arrays(0, BLOCK)
-        with pytest.raises(Unsupported, match="lie on cpu"):
+        with pytest.raises(Unsupported, match="the pages lie on"):
             lease.read_arrays(0, BLOCK)
 
 
@@ -168,16 +168,25 @@ def test_after_a_restart_a_client_maps_anew(
 ) -> None:
     lease = namespace.match(TOKENS)
     compute_on_device(lease, TOKENS)
-    read = lease.read_tensors(0, len(TOKENS))
     daemon.restart()
     with pytest.raises(LeaseEnded):
         lease.check()
-    assert torch.equal(torch.cat(read, 2), torch.tensor(kv_of(TOKENS)))
     assert client.wait_attached(30.0)
     with namespace.match(TOKENS) as again:
         assert again.num_tokens == 0  # this memory ended with the daemon
         compute_on_device(again, TOKENS)
         assert holds_on_device(again, TOKENS)
+
+
+def test_a_tensor_outlives_the_daemon_that_dies(
+    namespace: Namespace, client: Client, daemon: RunningDaemon
+) -> None:
+    lease = namespace.match(TOKENS)
+    compute_on_device(lease, TOKENS)
+    views = lease.read_tensors(0, len(TOKENS))
+    daemon.restart()
+    assert torch.equal(torch.cat(views, 2), torch.tensor(kv_of(TOKENS)))
+    assert client.wait_attached(30.0)
 
 
 def test_what_a_killed_process_reserved_is_free_again(

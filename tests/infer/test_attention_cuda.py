@@ -8,11 +8,13 @@ from torch import Tensor
 
 from kvd_infer.attention import KeysValues
 from kvd_infer.attention_cuda import (
+    Kernel,
     Table,
     _by_the_book,
     _efficient,
     _flash,
     _plain,
+    _varlen,
     attend_pages,
     attend_run,
     table_of,
@@ -133,10 +135,26 @@ def test_the_book_of_a_table_agrees_with_the_other() -> None:
 
 
 @pytest.mark.parametrize("kernel", [_flash, _efficient])
-def test_kernels_of_gpus_say_that_there_is_none(kernel: object) -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_kernels_are_called_as_this_torch_has_them(kernel: Kernel, is_causal: bool) -> None:
+    query, keys = torch.empty(1, 6, 5, 16, device="meta"), torch.empty(1, 2, 9, 16, device="meta")
+    output, lse = kernel(query, keys, keys, is_causal, 0.5)
+    assert output.shape == query.shape
+    assert lse.shape == query.shape[:3]
+
+
+def test_the_kernel_of_tables_is_called_as_this_torch_has_it() -> None:
+    keys, values = torch.empty(2, 8, 16, 2, 64, device="meta")
+    query = torch.empty(12, 8, 64, device="meta")
+    table = Table(keys, values, [[5, 0, 3], [2]], [35, 9])
+    assert _varlen(query, [4, 8], table, None).shape == query.shape
+
+
+@pytest.mark.parametrize("kernel", [_flash, _efficient])
+def test_kernels_of_gpus_say_that_there_is_none(kernel: Kernel) -> None:
     query = torch.randn(1, 2, 4, 16)
     with pytest.raises((RuntimeError, AttributeError)):
-        kernel(query, query, query, True, None)  # type: ignore[operator]
+        kernel(query, query, query, True, None)
 
 
 def test_what_no_kernel_serves_goes_by_the_book() -> None:

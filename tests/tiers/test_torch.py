@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,20 @@ def tier(shm: Path) -> Iterator[TorchTier]:  # noqa: F811
     tier.open(7)
     yield tier
     tier.close()
+
+
+WITH_HOST = """
+import sys
+from kvd.config import parse
+from kvd.daemon import Daemon
+Daemon(parse({"endpoint": "ipc:///tmp/kvd-test-none/kvd.sock"}))
+print("torch" in sys.modules)
+"""
+
+
+def test_who_has_no_such_tier_never_imports_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITH_HOST], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 # --- configuration ---
