@@ -130,7 +130,7 @@ class TorchTier(MemoryTier):
 
     def create_arena(self, layout: Layout, row_bytes: int) -> TorchTierArena:
         if len(self._arenas) >= self._max_arenas:
-            raise BadRequest(
+            raise TierFailed(
                 f"the torch tier has memory for {self._max_arenas} layouts: raise its layouts"
             )
         if record_bytes(layout) > layout.page_bytes * MAX_RECORD_FRACTION:

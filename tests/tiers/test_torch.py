@@ -156,7 +156,7 @@ def test_layouts_have_equal_shares_of_the_capacity(tier: TorchTier) -> None:
 def test_one_layout_more_waits_for_the_memory_of_another(tier: TorchTier) -> None:
     arenas = [tier.create_arena(layout, 4) for layout in (LAYOUT, OTHER)]
     third = Layout(4, 1, 8, "float32", block_size=4)
-    with pytest.raises(BadRequest, match="raise its layouts"):
+    with pytest.raises(TierFailed, match="raise its layouts"):
         tier.create_arena(third, 4)
     tier.remove_arena(arenas[0])
     assert not arenas[0].path.exists()
