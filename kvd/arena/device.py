@@ -105,7 +105,7 @@ class DeviceArena:
         except (OSError, RuntimeError) as error:
             self.close()
             raise TierFailed(f"no {format_bytes(size)} on {device}: {error}") from error
-        self._pages: DevicePages | None = DevicePages(layout, num_pages, memory, self)
+        self._pages: DevicePages | None = DevicePages(layout, num_pages, memory, memory)
 
     @property
     def num_unpinned(self) -> int:
@@ -118,7 +118,10 @@ class DeviceArena:
         return self._pages
 
     def copy_out(self, pages: Pages, out: memoryview) -> None:
-        """Copy pages into `out`, one after the other, each `[layers, planes, tokens, ...]`."""
+        """Copy pages into `out`, one after the other, each as `Arena.page_view` has it.
+
+        As every copy, it raises TierFailed where the GPU does.
+        """
         for index, piece in self._pieces(pages, out):
             self._copies.to_host(partial(self._by_page.index_select, 0, index), piece)
 
@@ -215,6 +218,8 @@ class _StagedCopies(_Copies):
         stage = self._stages.get()
         try:
             yield stage
+        except RuntimeError as error:
+            raise TierFailed(f"a copy from or to {self._device} failed: {error}") from error
         finally:
             self._stages.put(stage)
 

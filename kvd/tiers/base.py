@@ -64,8 +64,8 @@ class TierArena(ABC):
     """The memory of one layout in a memory tier, with its page table.
 
     Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace` and `close`
-    are called from one thread at a time and never on the event loop, copies from several at once.
-    The table is written by the event loop alone.
+    are called from one thread at a time and never on the event loop, copies from several at once;
+    those may raise TierFailed. The table is written by the event loop alone.
     """
 
     path: Path
