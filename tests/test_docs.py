@@ -17,10 +17,12 @@ from kvd.protocol.errors import ERRORS
 from kvd.protocol.units import decode_size
 from kvd.testing.daemons import running_daemon
 from kvd_tiers.host import HostConfig
+from kvd_tiers.torch import TorchConfig
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
-SAMPLE = tomllib.loads((ROOT / "config/kvd.toml").read_text())
+SAMPLE_TEXT = (ROOT / "config/kvd.toml").read_text()
+SAMPLE = tomllib.loads(SAMPLE_TEXT)
 
 
 def defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -47,6 +49,11 @@ def test_the_sample_configuration_has_every_key_with_its_default() -> None:
 def test_the_sample_configuration_has_every_key_of_the_host_tier() -> None:
     (tier,) = SAMPLE["tiers"]
     assert {key: value for key, value in tier.items() if key != "type"} == defaults(HostConfig)
+
+
+def test_the_sample_configuration_names_every_key_of_the_torch_tier() -> None:
+    for field in msgspec.structs.fields(TorchConfig):
+        assert f"\n# {field.name} = " in SAMPLE_TEXT
 
 
 def test_the_sample_configuration_is_one() -> None:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -83,6 +83,10 @@ from kvd_client.session import (
     wire,
 )
 from kvd_client.transport import Connection
+
+if TYPE_CHECKING:
+    from kvd.arena.device import MappedDevice
+    from kvd.arena.membership import SessionLock
 
 logger = logging.getLogger(__name__)
 
@@ -442,11 +446,12 @@ class NamespaceBase:
         self._binding = Binding(session, reply.namespace, self._arena(session, reply))
         return self._binding
 
-    def _arena(self, session: Session, reply: OpenReply) -> MappedArena | Mirror:
+    def _arena(self, session: Session, reply: OpenReply) -> MappedArena | MappedDevice | Mirror:
         if session.lock is not None:
             try:
-                return MappedArena(reply.arena_path, self.layout, reply.num_pages, session.lock)
-            except (OSError, KvdError) as error:  # a restart meanwhile, or no right to it
+                return _mapped(reply, self.layout, session.lock)
+            # A restart meanwhile, no right to it, or no torch.
+            except (OSError, KvdError, ImportError) as error:
                 logger.warning("the arena cannot be mapped; blocks are copied instead: %s", error)
         return Mirror(self.layout, reply.num_pages)
 
@@ -549,6 +554,15 @@ class NamespaceBase:
         yield from self._match(lease, tokens, num_rows + reserve_tokens, True, reply.extras, left)
         lease.fill_tail(tail, num_tokens)
         return Resumed(np.array(tokens.cast("I")), reply.state, reply.generation, lease)
+
+
+def _mapped(reply: OpenReply, layout: Layout, lock: SessionLock) -> MappedArena | MappedDevice:
+    where = reply.arena_path, layout, reply.num_pages, lock
+    if reply.device is None:
+        return MappedArena(*where)
+    from kvd.arena.device import MappedDevice  # which needs torch
+
+    return MappedDevice(reply.device, *where)
 
 
 def check_timeout(timeout: float) -> float:

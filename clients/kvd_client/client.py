@@ -148,10 +148,11 @@ class Lease(LeaseBase):
         `tokens` are those that follow `num_committed`; the full blocks among them, every row of
         which must have been written, are committed and never written again. A block that somebody
         else committed meanwhile stays, and its page stands in `pages` from then on; views of this
-        lease's own copy stay good until the lease ends. `extras` as in `Namespace.match`, with
-        positions in the sequence. Raises PagesInUse, LeaseEnded, DaemonUnavailable,
-        DeadlineExceeded; after the last, commit again. Raises Dropped where blocks before these
-        were dropped: what is written stays this lease's alone.
+        lease's own copy stay good until the lease ends. Where pages lie on a device, its work is
+        waited for before. `extras` as in `Namespace.match`, with positions in the sequence. Raises
+        PagesInUse, LeaseEnded, DaemonUnavailable, DeadlineExceeded; after the last, commit again.
+        Raises Dropped where blocks before these were dropped: what is written stays this lease's
+        alone.
         """
         return self._client.run(self._commit(tokens, extras, timeout))
 

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.arena.base import GROUP_PAGES, Array
+from kvd.arena.host import MappedArena
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
 from kvd.protocol.errors import (
@@ -26,6 +27,7 @@ from kvd.protocol.errors import (
     NotAttached,
     PagesInUse,
     StaleEpoch,
+    Unsupported,
 )
 from kvd.protocol.layout import check_rows
 from kvd.protocol.messages import (
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvd.arena.base import Arena
-    from kvd.arena.host import MappedArena
+    from kvd.arena.device import DevicePages, MappedDevice
     from kvd.protocol.layout import Layout
     from kvd_client.base import ClientBase, NamespaceBase
 
@@ -79,7 +81,9 @@ EXTRA_BYTES = 32
 class Binding:
     """A namespace as one session knows it: its number and its arena, mapped or copied."""
 
-    def __init__(self, session: Session, namespace: int, arena: MappedArena | Mirror) -> None:
+    def __init__(
+        self, session: Session, namespace: int, arena: MappedArena | MappedDevice | Mirror
+    ) -> None:
         self.session = session
         self.namespace = namespace
         self.arena = arena
@@ -100,6 +104,16 @@ class Binding:
         return self.arena if isinstance(self.arena, Mirror) else None
 
     @property
+    def device(self) -> MappedDevice | None:
+        """The arena, where its pages lie on a device."""
+        return None if isinstance(self.arena, MappedArena | Mirror) else self.arena
+
+    def settle(self) -> None:
+        """Wait for what this process has begun on the pages, where that goes on by itself."""
+        if self.is_own and (device := self.device) is not None:
+            device.settle()
+
+    @property
     def read_tensor(self) -> torch.Tensor:
         """All pages, read-only: `[layers, planes, pages, block_size, heads, head_size]`.
 
@@ -114,12 +128,12 @@ class Binding:
 
     def populate_read(self, pages: Pages, populating: _Populating) -> None:
         """Fault pages in for reading, in the background, those that were not yet."""
-        if not isinstance(self.arena, Mirror):
+        if isinstance(self.arena, MappedArena):
             self._populate(pages, self._read, self.arena.populate_read, populating)
 
     def populate_write(self, pages: Pages, populating: _Populating) -> None:
         """Fault reserved pages in for writing, in the background, those that were not yet."""
-        if not isinstance(self.arena, Mirror):
+        if isinstance(self.arena, MappedArena):
             self._populate(pages, self._written, self.arena.populate_write, populating)
 
     def _populate(
@@ -227,7 +241,12 @@ class LeaseBase:
         )
 
     def check(self) -> None:
-        """Raise LeaseEnded if the pages may have been another's since they were used."""
+        """Raise LeaseEnded if the pages may have been another's since they were used.
+
+        Where they lie on a device, its work is waited for: it may still use them.
+        """
+        if self._binding is not None:
+            self._binding.settle()
         if not self.is_open:
             raise LeaseEnded("the lease has ended: what was computed with its pages is void")
 
@@ -289,9 +308,12 @@ class LeaseBase:
         page = np.array([tail.page])
         self._hold(page)
         yield from self._load(page)
-        source = binding.arena.readable.page_view(tail.page)
-        own = binding.arena.writable().page_view(result.reserved[0].first)
-        own[:, :, : tail.num_tokens] = source[:, :, : tail.num_tokens]
+        # Arrays, or tensors where the pages lie on a device; both are indexed alike.
+        source: Any = binding.arena.readable.pages
+        own: Any = binding.arena.writable().pages
+        rows = slice(tail.num_tokens)
+        own[:, :, result.reserved[0].first, rows] = source[:, :, tail.page, rows]
+        binding.settle()
         # From the next commit on its page may be another's.
         self._hold_only(binding, self.pages)
         self.num_tokens += tail.num_tokens
@@ -456,13 +478,17 @@ class LeaseBase:
 
         Each is `[layers, planes, tokens, heads, head_size]`; of one layer and plane it is one
         strided array. bfloat16 comes as its bits, in uint16. Raises Unsupported for layouts in
-        another order than `layer_first`: they have `read_pages`.
+        another order than `layer_first`, which have `read_pages`, and where the pages lie on a
+        device, of which there are tensors alone.
         """
-        arena = self._bound().arena.readable
-        return [arena.run_view(run)[:, :, part] for run, part in self._pieces(start, stop)]
+        self._check_arrays()
+        return self._read_views(start, stop)
 
     def read_tensors(self, start: int, stop: int) -> list[torch.Tensor]:
-        """As `read_arrays`, as torch tensors. torch knows no read-only: writing to one faults."""
+        """As `read_arrays`, as torch tensors, on the device where the pages lie.
+
+        torch knows no read-only: writing to one faults, or on a GPU damages what others read.
+        """
         pages = self._bound().read_tensor
         return [
             pages[:, :, run.first : run.first + run.count].flatten(2, 3)[:, :, part]
@@ -474,31 +500,47 @@ class LeaseBase:
 
         Let go of them before commit, abort or release, which refuse while any of them lives.
         Raises BadRequest for tokens that are matched or committed: those are never written again.
+        Raises Unsupported as `read_arrays` does.
         """
+        self._check_arrays()
+        return self._write_views(start, stop)
+
+    def write_tensors(self, start: int, stop: int) -> list[torch.Tensor]:
+        """As `write_arrays`, as torch tensors, on the device where the pages lie."""
+        return [as_tensor(view, self.layout) for view in self._write_views(start, stop)]
+
+    def _check_arrays(self) -> None:
+        if (device := self._bound().device) is not None:
+            raise Unsupported(
+                f"the pages lie on {device.device}: use read_tensors and write_tensors"
+            )
+
+    def _read_views(self, start: int, stop: int) -> list[Any]:
+        """Arrays, or tensors where the pages lie on a device."""
+        arena = self._bound().arena.readable
+        return [arena.run_view(run)[:, :, part] for run, part in self._pieces(start, stop)]
+
+    def _write_views(self, start: int, stop: int) -> list[Any]:
         pieces = self._pieces(start, stop)
         arena = self._writable(start, stop)
         return [arena.run_view(run)[:, :, part] for run, part in pieces]
 
-    def write_tensors(self, start: int, stop: int) -> list[torch.Tensor]:
-        """As `write_arrays`, as torch tensors."""
-        return [as_tensor(array, self.layout) for array in self.write_arrays(start, stop)]
-
-    def read_pages(self, start: int, stop: int) -> list[Array]:
+    def read_pages(self, start: int, stop: int) -> list[Any]:
         """The whole pages of tokens `start` to `stop - 1`, one read-only array per run of pages.
 
         In every order each is `[pages, layers, planes, block_size, heads, head_size]`; of an opaque
-        layout `[pages, layers, bytes]` in uint8.
+        layout `[pages, layers, bytes]` in uint8. Where they lie on a device, they are tensors.
         """
         arena = self._bound().arena.readable
         return [arena.pages_view(run) for run, _ in self._pieces(start, stop)]
 
-    def write_pages(self, start: int, stop: int) -> list[Array]:
+    def write_pages(self, start: int, stop: int) -> list[Any]:
         """Writable arrays shaped as those of `read_pages`, on the terms of `write_arrays`."""
         pieces = self._pieces(start, stop)
         arena = self._writable(start, stop)
         return [arena.pages_view(run) for run, _ in pieces]
 
-    def _writable(self, start: int, stop: int) -> Arena:
+    def _writable(self, start: int, stop: int) -> Arena | DevicePages:
         """An arena of which every view counts as one of these tokens."""
         if start < self._num_named:
             raise BadRequest(f"token {start} is committed; writable from {self._num_named} on")
@@ -537,7 +579,7 @@ class LeaseBase:
         self._bound()
         if stop > self.capacity_tokens:
             raise BadRequest(f"tokens up to {stop} have no pages; reserve them first")
-        self._check_exports(stop)
+        self._check_unused(stop)
         first = self.num_committed // self.layout.block_size
         packed = packed[: count * self.layout.block_size * TOKEN_BYTES]
         item = CommitItem(
@@ -626,7 +668,7 @@ class LeaseBase:
 
     def abort(self) -> None:
         """Give back the pages that are not committed. Raises PagesInUse."""
-        self._check_exports(self.capacity_tokens)
+        self._check_unused(self.capacity_tokens)
         binding = self._binding
         if binding is not None:
             # First said, then believed: else an interrupt between would have the daemon grant anew
@@ -652,7 +694,7 @@ class LeaseBase:
                 f"keep {keep_tokens} tokens of {self.num_committed} committed, in blocks of "
                 f"{self.layout.block_size}"
             )
-        self._check_exports(self.capacity_tokens)
+        self._check_unused(self.capacity_tokens)
         if num_blocks := keep_tokens // self.layout.block_size:
             self._keep(num_blocks)
             return
@@ -694,7 +736,11 @@ class LeaseBase:
         if not self.release_quietly():
             self._client.linger(self)
 
-    def _check_exports(self, stop: int) -> None:
+    def _check_unused(self, stop: int) -> None:
+        """Refuse while a writable view of tokens up to `stop` lives; wait for work on a device.
+
+        So what is committed is whole, and what is given back is neither read nor written any more.
+        """
         self._exports = [export for export in self._exports if export.root() is not None]
         held = [export for export in self._exports if export.start < stop]
         if held:
@@ -702,6 +748,8 @@ class LeaseBase:
                 f"a writable view of tokens {held[0].start} to {held[0].stop} is still in use: "
                 "let go of the arrays and tensors first"
             )
+        if self._binding is not None:
+            self._binding.settle()
 
     def _bound(self) -> Binding:
         if self._binding is None:
@@ -731,7 +779,7 @@ class _Export:
 
     start: int
     stop: int
-    root: weakref.ref[Array]
+    root: weakref.ref[object]
 
 
 _MISS = MatchResult(0, (), 0, 0)
@@ -779,8 +827,8 @@ def ahead_of(num_pages: int) -> int:
     return -num_pages % GROUP_PAGES
 
 
-def as_tensor(array: Array, layout: Layout) -> torch.Tensor:
-    """A torch tensor over the array's memory, in the layout's dtype."""
+def as_tensor(view: Array | torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A torch tensor over the view's memory, in the layout's dtype."""
     import torch  # only who asks for tensors needs it
 
-    return torch.from_numpy(array).view(getattr(torch, layout.dtype))
+    return torch.as_tensor(view).view(getattr(torch, layout.dtype))

@@ -5,6 +5,8 @@ layer a run is one strided tensor, so the fused CPU kernel (FlashAttention, Dao 
 place: one call a run. The kernel also returns the log-sum-exp of each row's scores, and with it
 results over disjoint keys merge exactly (online softmax, Milakov & Gimelshein 2018; FlashInfer
 calls it cascade). Nothing is gathered, copied or masked: causality comes from how we cut.
+
+Pages of a GPU are attended where they lie too, by the kernels that `attention_cuda` finds there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvd_infer import attention_cuda
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -26,8 +30,9 @@ class KeysValues:
     """The keys and values of consecutive positions in one layer, usually views of one run.
 
     Both are `[tokens, kv_heads, head_size]` in one dtype (float32, bfloat16, float16, float64),
-    on the CPU; any strides do, except that the last must be 1. Zero tokens are allowed. The
-    memory is the caller's: it is read by each call of attention, never copied or kept.
+    on the CPU or on a GPU; any strides do, except that the last must be 1. Zero tokens are
+    allowed. The memory is the caller's: it is read by each call of attention, never copied or
+    kept.
 
     Raises ValueError where that does not hold; the kernel itself would answer wrong numbers.
     """
@@ -72,8 +77,14 @@ def paged_attention(
         raise ValueError(f"got {len(lengths)} lengths for {len(sequences)} sequences")
     if min(lengths, default=0) < 0 or sum(lengths) != query.shape[0]:
         raise ValueError(f"lengths {list(lengths)} do not add up to {query.shape[0]} query rows")
-    output = torch.empty_like(query)
     rows = list(lengths)
+    if query.is_cuda:
+        for its_query, parts in zip(query.split(rows), sequences, strict=True):
+            _check_query(its_query, parts)
+        _check_scale(scale)
+        if (together := attention_cuda.attend_pages(query, rows, sequences, scale)) is not None:
+            return together
+    output = torch.empty_like(query)
     batch = zip(output.split(rows), query.split(rows), sequences, strict=True)
     for its_output, its_query, parts in batch:
         its_output.copy_(attend(its_query, parts, scale=scale))
@@ -96,12 +107,14 @@ def attend(query: Tensor, parts: Sequence[KeysValues], *, scale: float | None = 
     torch's kernel is missing or answers wrongly.
     """
     _check_query(query, parts)
-    # The kernel multiplies its mask's -inf by the scale: less than this would come back as NaN.
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    _check_kernel(query.dtype)
+    _check_scale(scale)
+    _check_kernel(query.dtype, query.device)
     if query.shape[0] == 0:
         return torch.empty_like(query)
+    if query.is_cuda:
+        together = attention_cuda.attend_pages(query, [query.shape[0]], [parts], scale)
+        if together is not None:
+            return together
     partials = [_attend_piece(query, piece, scale) for piece in _cut(query.shape[0], parts)]
     return partials[0].output if len(partials) == 1 else _merge(query, partials)
 
@@ -152,7 +165,8 @@ def _attend_piece(query: Tensor, piece: _Piece, scale: float | None) -> _Partial
     query_heads, num_rows, head_size = rows.shape
     heads = query_heads
     if not piece.is_causal:
-        heads = _packed_heads(num_rows, query_heads, piece.part.keys.shape[1])
+        kv_heads = piece.part.keys.shape[1]
+        heads = kv_heads if query.is_cuda else _packed_heads(num_rows, query_heads, kv_heads)
     packed = rows.reshape(1, heads, -1, head_size)
     output, lse = _flash(packed, piece.part, is_causal=piece.is_causal, scale=scale)
     output = output.reshape(query_heads, num_rows, head_size).transpose(0, 1)
@@ -161,7 +175,7 @@ def _attend_piece(query: Tensor, piece: _Piece, scale: float | None) -> _Partial
 
 
 def _packed_heads(num_rows: int, query_heads: int, kv_heads: int) -> int:
-    """As how many heads an unmasked call best presents its queries.
+    """As how many heads an unmasked call on the CPU best presents its queries.
 
     Without a mask no row differs from another, so query heads that share a KV head can be passed
     as more rows of fewer heads. The kernel goes through K and V once per head and block of rows,
@@ -181,11 +195,13 @@ def _packed_heads(num_rows: int, query_heads: int, kv_heads: int) -> int:
 def _merge(query: Tensor, partials: Sequence[_Partial]) -> Tensor:
     """Weigh each partial by its share of a row's exponentials: a softmax over the partials."""
     dtype = partials[0].lse.dtype  # float32, or float64 for float64
-    lse = torch.full((len(partials), *query.shape[:2]), -torch.inf, dtype=dtype)
+    lse = torch.full(
+        (len(partials), *query.shape[:2]), -torch.inf, dtype=dtype, device=query.device
+    )
     for index, partial in enumerate(partials):
         lse[index, partial.rows] = partial.lse
     shares = lse.softmax(dim=0).unsqueeze(-1)
-    output = torch.zeros(query.shape, dtype=dtype)
+    output = torch.zeros(query.shape, dtype=dtype, device=query.device)
     for index, partial in enumerate(partials):
         output[partial.rows].add_(shares[index, partial.rows] * partial.output)
     return output.to(query.dtype)
@@ -194,30 +210,33 @@ def _merge(query: Tensor, partials: Sequence[_Partial]) -> Tensor:
 def _flash(
     query: Tensor, part: KeysValues, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Torch's fused CPU kernel: query `[1, heads, rows, head_size]` → output, log-sum-exp."""
+    """The fused kernel: query `[1, heads, rows, head_size]` → output, log-sum-exp."""
     if part.num_tokens == 0:  # the kernel would divide by zero and kill the process
         raise ValueError("the kernel was given no keys")
     assert not is_causal or query.shape[2] == part.num_tokens, "causal pieces are square"
     keys, values = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (part.keys, part.values))
+    if query.is_cuda:
+        return attention_cuda.attend_run(query, keys, values, is_causal, scale)
     kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output, lse = kernel(query, keys, values, 0.0, is_causal, scale=scale)
     return output, lse
 
 
 @cache
-def _check_kernel(dtype: torch.dtype) -> None:
+def _check_kernel(dtype: torch.dtype, device: torch.device) -> None:
     """Compare the kernel, which is private to torch, with the textbook; once for each dtype."""
     # Two query heads on one KV head, token-major as in an arena; no random numbers are drawn.
-    query, keys, values = torch.arange(192, dtype=torch.float64).sin().reshape(3, 4, 2, 8)
+    numbers = torch.arange(192, dtype=torch.float64, device=device).sin()
+    query, keys, values = numbers.reshape(3, 4, 2, 8)
     part = KeysValues(keys[:, :1].to(dtype), values[:, :1].to(dtype))
     packed = query.to(dtype).transpose(0, 1).unsqueeze(0)
     try:
         plain, causal = (_flash(packed, part, is_causal=c, scale=None) for c in (False, True))
     except (AttributeError, RuntimeError, TypeError) as error:
-        reason = f"torch {torch.__version__} has no usable CPU flash attention in {dtype}"
+        reason = f"torch {torch.__version__} has no usable flash attention on {device} in {dtype}"
         raise RuntimeError(reason) from error
     scores = torch.einsum("qhd,kd->hqk", query, keys[:, 0]) * 8**-0.5
-    seen = scores + torch.full((4, 4), -torch.inf, dtype=scores.dtype).triu(1)
+    seen = scores + torch.full_like(scores[0], -torch.inf).triu(1)
     tolerance = 1e-4 if dtype.itemsize > 2 else 3e-2
     for (output, lse), exact in ((plain, scores), (causal, seen)):
         wanted = torch.cat([exact.softmax(-1) @ values[:, 0], exact.logsumexp(-1, True)], -1)
@@ -232,17 +251,24 @@ def _check_query(query: Tensor, parts: Sequence[KeysValues]) -> None:
     kv_heads = parts[0].keys.shape[1] if parts else 1
     for keys in (part.keys for part in parts):
         fits = keys.shape[1:] == (kv_heads, head_size) and query_heads % kv_heads == 0
-        if not fits or keys.dtype != query.dtype:
+        if not fits or keys.dtype != query.dtype or keys.device != query.device:
             raise ValueError(f"query {_describe(query)} does not fit keys {_describe(keys)}")
     num_tokens = sum(part.num_tokens for part in parts)
     if num_tokens < num_queries:
         raise ValueError(f"{num_queries} queries, but the parts have {num_tokens} tokens")
 
 
+def _check_scale(scale: float | None) -> None:
+    # The kernel multiplies its mask's -inf by the scale: less than this would come back as NaN.
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+
+
 def _check_tensor(name: str, tensor: Tensor) -> None:
     is_shaped = tensor.ndim == 3 and 0 not in tensor.shape[1:] and tensor.stride(-1) == 1
-    if not is_shaped or tensor.dtype not in _DTYPES or tensor.device.type != "cpu":
-        wanted = "floats [tokens, heads, head_size] on the CPU with a last stride of 1"
+    is_known = tensor.dtype in _DTYPES and tensor.device.type in ("cpu", "cuda")
+    if not is_shaped or not is_known:
+        wanted = "floats [tokens, heads, head_size] on CPU or GPU with a last stride of 1"
         raise ValueError(f"{name} must be {wanted}, got {_describe(tensor)}")
 
 

@@ -84,6 +84,8 @@ if TYPE_CHECKING:
 
     from kvd.actors.signal import Signal
     from kvd.actors.store import StoreActor
+    from kvd.arena.base import Arena
+    from kvd.arena.device import DeviceArena
     from kvd.cache.leases import Lease
     from kvd.config import Config
     from kvd.protocol.codec import Tokens
@@ -500,7 +502,7 @@ class Manager:
             held.append(lease.tail.page)
         if not set(held).issuperset(pages.tolist()):
             raise BadRequest("a load may name the blocks of its lease alone")
-        pieces = self._pieces(lease, runs, slices)
+        pieces = list(self._memory(lease).slice_views(slices, runs))
         if lease.tail is not None and lease.tail.page in pages:
             # What is sent where it lies is held as the lease's path is; a tail is not part of it.
             return [memoryview(bytes(piece)) for piece in pieces]
@@ -508,27 +510,23 @@ class Manager:
 
     def store(self, lease: Lease, runs: Runs, slices: range, data: memoryview) -> None:
         """Write bytes, as load gives them, into pages that the lease reserved."""
-        if not lease.reserved.issuperset(_pages(lease, runs).tolist()):
+        pages = _pages(lease, runs)
+        if not lease.reserved.issuperset(pages.tolist()):
             raise BadRequest("a store may name pages that its lease reserved alone")
-        pieces = self._pieces(lease, runs, slices)
-        if sum(map(len, pieces)) != len(data):
-            raise BadRequest(f"{len(data)} bytes do not fill {sum(map(len, pieces))}")
-        start = 0
-        for piece in pieces:
-            piece[:] = data[start : start + len(piece)]
-            start += len(piece)
+        size = len(slices) * len(pages) * lease.namespace.arena.layout.slice_bytes
+        if size != len(data):
+            raise BadRequest(f"{len(data)} bytes do not fill {size}")
+        self._memory(lease).write_slices(slices, runs, data)
 
     def rows(self, lease: Lease, page: int, num_rows: int) -> bytes:
         """A copy of the first rows of a page that a lease reserved, as its layout has a block."""
         if page not in lease.reserved:
             raise BadRequest("a save may name a page that its lease reserved alone")
         check_rows(lease.namespace.arena.layout)
-        view = self.arenas[lease.namespace.arena.id].memory.page_view(page)
-        return view[:, :, :num_rows].tobytes()
+        return self._memory(lease).rows(page, num_rows)
 
-    def _pieces(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        memory = self.arenas[lease.namespace.arena.id].memory
-        return list(memory.slice_views(slices, runs))
+    def _memory(self, lease: Lease) -> Arena | DeviceArena:
+        return self.arenas[lease.namespace.arena.id].memory
 
     # --- pins and drops ---
 

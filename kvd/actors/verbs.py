@@ -223,6 +223,7 @@ class Verbs:
                 namespace=opened.namespace.id,
                 arena_path=str(opened.arena.path),
                 num_pages=opened.arena.num_pages,
+                device=opened.arena.device,
             )
         )
 

@@ -60,11 +60,7 @@ class Arena:
 
         Raises Unsupported where they do not lie so.
         """
-        if self.layout.is_contiguous:
-            raise Unsupported(
-                f"in the order {self.layout.order} the tokens of consecutive pages are not one "
-                "array: take whole pages (read_pages and write_pages of a lease)"
-            )
+        check_layers(self.layout)
         layers, planes, *block = self.layout.page_shape
         return self.root.reshape(layers, planes, self.num_pages, *block)
 
@@ -113,6 +109,17 @@ class Arena:
         by_slice = memory.reshape(num_slices, self.num_pages, -1)
         return [by_slice[number, pages] for number in slices for pages in runs]
 
+    def write_slices(self, slices: range, runs: Runs, data: memoryview) -> None:
+        """Write what `slice_views` shows, piece behind piece."""
+        start = 0
+        for piece in self.slice_views(slices, runs):
+            piece[:] = data[start : start + len(piece)]
+            start += len(piece)
+
+    def rows(self, page: int, num_rows: int) -> bytes:
+        """The first rows of a page, in every layer and plane."""
+        return self.page_view(page)[:, :, :num_rows].tobytes()
+
     def copy_out(self, pages: Pages, out: memoryview) -> None:
         """Copy pages into `out`, one after the other, each as `page_view` has it."""
         for run, piece in self._by_runs(pages, out):
@@ -136,6 +143,15 @@ class Arena:
         # numpy would take a negative page from the end, and cut a run that is too long.
         if not (first >= 0 and count >= 1 and first + count <= self.num_pages):
             raise IndexError(f"pages {first} to {first + count - 1} of {self.num_pages}")
+
+
+def check_layers(layout: Layout) -> None:
+    """Refuse to see pages by layer where they do not lie so (Unsupported)."""
+    if layout.is_contiguous:
+        raise Unsupported(
+            f"in the order {layout.order} the tokens of consecutive pages are not one array: take "
+            "whole pages (read_pages and write_pages of a lease)"
+        )
 
 
 def punch(fd: int, start: int, size: int) -> None:

@@ -414,12 +414,30 @@ class AttachReply(Reply, frozen=True, tag="attach"):
     lock_path: str
 
 
+class DeviceMemory(Struct, frozen=True, omit_defaults=True):
+    """By what a process of the same machine imports memory of a device.
+
+    `device` is the UUID of a GPU, and the rest are the fields of a CUDA IPC handle as torch has
+    them; or it is "cpu", for memory that is the arena's file.
+    """
+
+    device: str
+    handle: bytes = b""
+    size_bytes: int = 0
+    offset_bytes: int = 0
+    counter_handle: bytes = b""
+    counter_offset: int = 0
+    event_handle: bytes = b""
+    event_sync_required: bool = False
+
+
 class OpenReply(Reply, frozen=True, tag="open"):
-    """A namespace and the arena to map."""
+    """A namespace and the arena to map: the file, or what lies on a `device`."""
 
     namespace: int
     arena_path: str
     num_pages: int
+    device: DeviceMemory | None = None
 
 
 class Shortage(Struct, frozen=True, omit_defaults=True):

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.arena.base import Arena
+    from kvd.arena.device import DeviceArena
     from kvd.arena.page_table import PageTable
     from kvd.arena.runs import Pages
     from kvd.protocol.keys import BlockKey, NamespaceInfo
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import Run
+    from kvd.protocol.messages import DeviceMemory, Run
 
 # What the rows of a block have at most, a token: its id and a digest of what lies beside it.
 MAX_ROW_BYTES = 36
@@ -67,7 +68,8 @@ class TierArena(ABC):
 
     Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace`,
     `forget_namespace` and `close` are called from one thread at a time and never on the event loop,
-    copies from several at once. The table is written by the event loop alone.
+    copies from several at once; those may raise TierFailed. The table is written by the event loop
+    alone.
     """
 
     path: Path
@@ -76,6 +78,8 @@ class TierArena(ABC):
     num_pages: int
     extent_pages: int
     table: PageTable
+    # By what clients import the pages, where these are not the file at `path`.
+    device: DeviceMemory | None = None
 
     @property
     @abstractmethod
@@ -84,8 +88,8 @@ class TierArena(ABC):
 
     @property
     @abstractmethod
-    def memory(self) -> Arena:
-        """The pages in the daemon's own mapping; which of them may be touched, leases say."""
+    def memory(self) -> Arena | DeviceArena:
+        """The pages as the daemon itself reaches them; which may be touched, leases say."""
 
     @abstractmethod
     def note_namespace(self, number: int, info: NamespaceInfo) -> None:
@@ -150,8 +154,10 @@ class MemoryTier(Tier):
     def create_arena(self, layout: Layout, row_bytes: int) -> TierArena:
         """An arena whose length allows the whole capacity, without memory yet.
 
-        Raises BadRequest for a layout of which not even one extent fits into the capacity, or whose
-        pages are so small that their table would take much of it.
+        Where memory cannot come by extents, an arena has its share of the capacity from the start,
+        and TierFailed is raised where there is none. Raises BadRequest for a layout of which not
+        even one extent fits into the capacity, or whose pages are so small that their table would
+        take much of it.
         """
 
     @abstractmethod
