@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.host import MappedArena
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
 from kvd.protocol.endpoint import client_endpoint
@@ -474,6 +473,9 @@ class NamespaceBase:
         count = len(packed) // TOKEN_BYTES
         packed_extras = pack_extras(extras, 0, count)
         num_pages = pages_for(reserve_tokens, self.layout)
+        # The rows of a tail need a page of the lease's own, the first of a group.
+        own = self.layout.group_pages * exact_tail
+        ahead = ahead_of(num_pages, self.layout) if num_pages else own
         deadline = self._client.deadline(timeout)
 
         def use(binding: Binding) -> Operation[None]:
@@ -483,8 +485,7 @@ class NamespaceBase:
                     lease_id,
                     count,
                     reserve=num_pages,
-                    # The rows of a tail need a page of the lease's own, the first of a group.
-                    ahead=ahead_of(num_pages) if num_pages else GROUP_PAGES * exact_tail,
+                    ahead=ahead,
                     exact_tail=exact_tail,
                     extras=packed_extras,
                 )

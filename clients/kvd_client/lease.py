@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.arena.base import GROUP_PAGES, Array
 from kvd.arena.host import MappedArena
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
@@ -63,7 +62,7 @@ from kvd_client.session import Call, Operation, Session, checked, result_of, tra
 if TYPE_CHECKING:
     import torch
 
-    from kvd.arena.base import Arena
+    from kvd.arena.base import Arena, Array
     from kvd.arena.device import DevicePages, MappedDevice
     from kvd.protocol.layout import Layout
     from kvd_client.base import ClientBase, NamespaceBase
@@ -330,7 +329,7 @@ class LeaseBase:
                 epoch=binding.session.epoch,
                 deadline_ns=wire(deadline),
                 trace=traceparent(),
-                items=(ForkItem(lease_id, self._id, num_pages, ahead_of(num_pages)),),
+                items=(ForkItem(lease_id, self._id, num_pages, ahead_of(num_pages, self.layout)),),
             )
 
         with self._ends_with_session():
@@ -374,7 +373,10 @@ class LeaseBase:
             trace=traceparent(),
             items=(
                 ReserveItem(
-                    self._id, self._num_granted, self._num_granted + missing, ahead_of(missing)
+                    self._id,
+                    self._num_granted,
+                    self._num_granted + missing,
+                    ahead_of(missing, self.layout),
                 ),
             ),
         )
@@ -822,9 +824,9 @@ def pack_extras(extras: Sequence[tuple[int, bytes]], start: int, stop: int) -> E
     return packed
 
 
-def ahead_of(num_pages: int) -> int:
+def ahead_of(num_pages: int, layout: Layout) -> int:
     """How many pages to ask for beside these, so that runs are whole groups."""
-    return -num_pages % GROUP_PAGES
+    return -num_pages % layout.group_pages
 
 
 def as_tensor(view: Array | torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = NDArray[Any]
 
-# Pages are handed out by aligned groups of this many, and clients reserve as many ahead: the runs
-# of interleaved sequences then have 16 pages and not one. Fused attention pays off from there.
-GROUP_PAGES = 16
-
 # numpy has no bfloat16: its bits are uint16 there, and torch views them as what they are.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),

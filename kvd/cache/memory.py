@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.plan import Back, Freed, Plan, Unback
@@ -183,17 +182,18 @@ class Memory:
         while much lies in broken groups: that is used up first, or short prompts would leave most
         of the memory unused.
         """
-        pool, wanted, left = space.arena.pool, count // GROUP_PAGES, count
-        broken = pool.num_free - pool.num_whole_groups * GROUP_PAGES
+        pool, left = space.arena.pool, count
+        wanted = count // pool.group_pages
+        broken = pool.num_free - pool.num_whole_groups * pool.group_pages
         if pool.num_backing or self._num_backable(space.arena):
             return
-        if broken > max(GROUP_PAGES, pool.num_backed * MAX_BROKEN_FRACTION):
+        if broken > max(pool.group_pages, pool.num_backed * MAX_BROKEN_FRACTION):
             return
         for victim in _coldest_first(space.arena.namespaces, space):
             if left <= 0 or pool.num_whole_groups >= wanted:
                 return
             # No group becomes whole before all that the leaf has in it are gone.
-            size = min(left, _in_last_group(_leaf(victim)), _allowance(victim, space))
+            size = min(left, _in_last_group(victim), _allowance(victim, space))
             self._shorten(victim, size, plan)
             left -= size
 
@@ -213,7 +213,7 @@ class Memory:
         ):
             if self._left_bytes() >= wanted or budget <= 0 or self._age(victim) <= at_least:
                 break
-            size = min(_in_last_group(_leaf(victim)), _allowance(victim, space))
+            size = min(_in_last_group(victim), _allowance(victim, space))
             self._shorten(victim, size, plan)
             budget -= size * victim.arena.page_bytes
             self._unback([victim.arena], wanted, plan)
@@ -291,9 +291,7 @@ class Memory:
         for victim in _coldest_first(self.spaces(), None):
             if self._left_bytes() >= 0:
                 break
-            self._shorten(
-                victim, min(_in_last_group(_leaf(victim)), _allowance(victim, None)), plan
-            )
+            self._shorten(victim, min(_in_last_group(victim), _allowance(victim, None)), plan)
             self._unback([victim.arena], 0, plan)
 
     def free(self, space: Namespace, pages: Pages, plan: Plan) -> None:
@@ -400,10 +398,11 @@ def _allowance(victim: Namespace, space: Namespace | None) -> int:
     return min(_leaf(victim).num_blocks, _spendable(victim, space))
 
 
-def _in_last_group(leaf: Node) -> int:
-    """How many blocks at the end of a leaf lie in one group of pages."""
-    group = leaf.pages[-1] // GROUP_PAGES
+def _in_last_group(space: Namespace) -> int:
+    """How many blocks at the end of a namespace's coldest leaf lie in one group of pages."""
+    leaf, group_pages = _leaf(space), space.arena.pool.group_pages
+    group = leaf.pages[-1] // group_pages
     size = 1
-    while size < leaf.num_blocks and leaf.pages[-size - 1] // GROUP_PAGES == group:
+    while size < leaf.num_blocks and leaf.pages[-size - 1] // group_pages == group:
         size += 1
     return size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.protocol.messages import Run
@@ -17,16 +16,17 @@ class PagePool:
     pages are between begin_backing and end_backing.
     """
 
-    def __init__(self, num_pages: int, extent_pages: int) -> None:
-        """`extent_pages` pages, a multiple of GROUP_PAGES, are backed together."""
+    def __init__(self, num_pages: int, extent_pages: int, group_pages: int) -> None:
+        """Pages are handed out by groups of `group_pages` and backed by extents of whole groups."""
         assert num_pages % extent_pages == 0
-        assert extent_pages % GROUP_PAGES == 0
+        assert extent_pages % group_pages == 0
+        self.group_pages = group_pages
         self.num_pages = num_pages
         self.extent_pages = extent_pages
         self.num_free = 0
         self.num_backing = 0
         self.states = np.zeros(num_pages, np.uint8)
-        self._free_in_group = np.zeros(num_pages // GROUP_PAGES, np.int64)
+        self._free_in_group = np.zeros(num_pages // self.group_pages, np.int64)
         self._backed = np.zeros(num_pages // extent_pages, np.bool_)
 
     # --- memory by extents ---
@@ -68,7 +68,7 @@ class PagePool:
         runs = self._pages_of_extents(chosen)
         pages = pages_of(runs)
         self.states[pages] = PageState.UNBACKED
-        self._free_in_group[np.unique(pages // GROUP_PAGES)] = 0
+        self._free_in_group[np.unique(pages // self.group_pages)] = 0
         self._backed[chosen] = False
         self.num_free -= len(pages)
         return runs
@@ -86,7 +86,7 @@ class PagePool:
 
     @property
     def num_whole_groups(self) -> int:
-        return int(np.count_nonzero(self._free_in_group == GROUP_PAGES))
+        return int(np.count_nonzero(self._free_in_group == self.group_pages))
 
     def take(self, count: int) -> Pages:
         """Reserve `count` free pages, in runs as long as can be had, in ascending order."""
@@ -98,7 +98,7 @@ class PagePool:
     def free(self, pages: Pages) -> None:
         assert (self.states[pages] != PageState.FREE).all()
         self.states[pages] = PageState.FREE
-        np.add.at(self._free_in_group, pages // GROUP_PAGES, 1)
+        np.add.at(self._free_in_group, pages // self.group_pages, 1)
         self.num_free += len(pages)
 
     def move(self, pages: Pages, old: PageState, new: PageState) -> None:
@@ -107,7 +107,7 @@ class PagePool:
         assert (self.states[pages] == old).all()
         self.states[pages] = new
         if old is PageState.FREE:
-            np.subtract.at(self._free_in_group, pages // GROUP_PAGES, 1)
+            np.subtract.at(self._free_in_group, pages // self.group_pages, 1)
             self.num_free -= len(pages)
 
     def counts(self) -> dict[str, int]:
@@ -117,7 +117,7 @@ class PagePool:
     def check(self) -> None:
         free = self.states == PageState.FREE
         assert self.num_free == int(free.sum())
-        assert (self._free_in_group == free.reshape(-1, GROUP_PAGES).sum(axis=1)).all()
+        assert (self._free_in_group == free.reshape(-1, self.group_pages).sum(axis=1)).all()
         unbacked = np.repeat(~self._backed, self.extent_pages)
         assert (self.states[unbacked] == PageState.UNBACKED).all()
 
@@ -128,24 +128,26 @@ class PagePool:
     def _choose(self, count: int) -> Pages:
         # There are three sources: whole groups for what fills them; a group that is already broken,
         # or one more whole group, for the rest; and whatever is free where neither suffices.
-        whole = np.flatnonzero(self._free_in_group == GROUP_PAGES)
-        groups = _longest_runs(whole, count // GROUP_PAGES)
-        pages = (groups[:, None] * GROUP_PAGES + np.arange(GROUP_PAGES)).ravel()
+        whole = np.flatnonzero(self._free_in_group == self.group_pages)
+        groups = _longest_runs(whole, count // self.group_pages)
+        pages = (groups[:, None] * self.group_pages + np.arange(self.group_pages)).ravel()
         rest = count - len(pages)
         if rest == 0:
             return pages
         if (source := self._group_for(rest, whole, groups)) is not None:
-            free = self._free_pages(source * GROUP_PAGES, GROUP_PAGES)
+            free = self._free_pages(source * self.group_pages, self.group_pages)
         else:
             free = np.setdiff1d(self._free_pages(0, self.num_pages), pages)
         return np.concatenate((pages, free[:rest]))
 
     def _group_for(self, rest: int, whole: Pages, taken: Pages) -> int | None:
-        broken = np.flatnonzero((self._free_in_group >= rest) & (self._free_in_group < GROUP_PAGES))
+        broken = np.flatnonzero(
+            (self._free_in_group >= rest) & (self._free_in_group < self.group_pages)
+        )
         if len(broken):
             return int(broken[0])
         left = np.setdiff1d(whole, taken)
-        return int(left[0]) if len(left) and rest <= GROUP_PAGES else None
+        return int(left[0]) if len(left) and rest <= self.group_pages else None
 
     def _free_pages(self, first: int, count: int) -> Pages:
         return first + np.flatnonzero(self.states[first : first + count] == PageState.FREE)

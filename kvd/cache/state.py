@@ -111,9 +111,8 @@ class CacheState:
         """An arena without memory."""
         number = self._num_arenas
         self._num_arenas += 1
-        arena = ArenaState(
-            number, layout, row_bytes, PagePool(num_pages, extent_pages), record_bytes
-        )
+        pool = PagePool(num_pages, extent_pages, layout.group_pages)
+        arena = ArenaState(number, layout, row_bytes, pool, record_bytes)
         self.memory.arenas[number] = arena
         return arena
 

@@ -11,6 +11,8 @@ from msgspec import UNSET, UnsetType
 from kvd.protocol.errors import BadRequest, Unsupported
 
 MAX_PAGE_BYTES = 1 << 30
+MAX_GROUP_PAGES = 16
+GROUP_TOKENS = 256
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -84,6 +86,17 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def token_bytes(self) -> int:
         """Bytes of KV of one token, all layers and planes."""
         return self.page_bytes // self.block_size
+
+    @property
+    def group_pages(self) -> int:
+        """So many pages are handed out together, aligned, and reserved ahead.
+
+        Runs of interleaved sequences then have as many, and not one: they have 256 tokens, from
+        which fused attention pays off, but 16 pages at most. A power of two, so that groups of all
+        layouts fit into extents.
+        """
+        pages = min(MAX_GROUP_PAGES, GROUP_TOKENS // self.block_size)
+        return 1 << max(pages, 1).bit_length() - 1
 
     def extent_pages(self, granule_bytes: int, at_least: int) -> int:
         """The least multiple of `at_least` pages that are whole granules, wherever they lie."""

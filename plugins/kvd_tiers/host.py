@@ -13,13 +13,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvd.arena.about import VERSION, About, read_about, write_about
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.files import boot_id, find_file
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.arena.page_table import PageTableFile, record_bytes, table_bytes
 from kvd.arena.runs import runs_of
 from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
+from kvd.protocol.layout import MAX_GROUP_PAGES
 from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import Adopted, MemoryTier, TierArena
 
@@ -161,7 +161,7 @@ class HostTier(MemoryTier):
         return adopted
 
     def create_arena(self, layout: Layout, row_bytes: int) -> HostTierArena:
-        extent_pages = layout.extent_pages(self._granule, GROUP_PAGES)
+        extent_pages = layout.extent_pages(self._granule, MAX_GROUP_PAGES)
         kept_bytes = record_bytes(layout, row_bytes)
         if kept_bytes > layout.page_bytes * MAX_RECORD_FRACTION:
             raise BadRequest(

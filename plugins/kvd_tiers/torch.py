@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.device import CPU, DeviceArena, check_capacity, find_device, use_plain_segments
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.arena.page_table import PageTable, record_bytes, table_bytes
 from kvd.protocol.errors import BadRequest, ConfigError, KvdError, TierFailed
+from kvd.protocol.layout import MAX_GROUP_PAGES
 from kvd.protocol.units import ByteSize, format_bytes
 from kvd.tiers.base import Adopted, MemoryTier, TierArena
 
@@ -52,7 +52,7 @@ class TorchTierArena(TierArena):
         self.layout = layout
         self.row_bytes = row_bytes
         self.num_pages = num_pages
-        self.extent_pages = GROUP_PAGES
+        self.extent_pages = MAX_GROUP_PAGES
         self._arena = DeviceArena(path, layout, num_pages, device)
         self.device = self._arena.exported
         table = mmap.mmap(-1, table_bytes(layout, row_bytes, num_pages))
@@ -142,14 +142,14 @@ class TorchTier(MemoryTier):
                 f"a page of this layout has {layout.page_bytes} bytes, and {kept_bytes} "
                 "are kept to know of it: raise block_size"
             )
-        extent_bytes = GROUP_PAGES * (layout.page_bytes + kept_bytes)
+        extent_bytes = MAX_GROUP_PAGES * (layout.page_bytes + kept_bytes)
         share = self.capacity_bytes // self._max_arenas
         if share < extent_bytes:
             raise BadRequest(
                 f"an extent of this layout has {format_bytes(extent_bytes)}; the torch tier has "
                 f"{format_bytes(share)} for each layout: raise its capacity_bytes"
             )
-        num_pages = share // extent_bytes * GROUP_PAGES
+        num_pages = share // extent_bytes * MAX_GROUP_PAGES
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.device"
         arena = TorchTierArena(path, layout, row_bytes, num_pages, self._device)

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvd.arena.base import GROUP_PAGES
+from kvd.protocol.layout import MAX_GROUP_PAGES
 from kvd.testing.daemons import running_daemon
 from kvd.tiers.registry import GROUP
 from kvd_client import Client, Layout, Lease, Namespace
@@ -151,7 +151,7 @@ def num_found_by_lru(prompts: Sequence[Blocks], num_pages: int) -> int:
 
 
 def _measure(setting: Setting, trace: Trace) -> Outcome:
-    num_pages = -(-trace.num_different // setting.share // GROUP_PAGES) * GROUP_PAGES
+    num_pages = -(-trace.num_different // setting.share // MAX_GROUP_PAGES) * MAX_GROUP_PAGES
     found: Counter[str] = Counter()
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as data_directory,

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of, runs_of
 from kvd.cache.pages import PagePool
+from kvd.protocol.layout import MAX_GROUP_PAGES
 from kvd.protocol.messages import Run
 
 
 def backed_pool(num_pages: int) -> PagePool:
-    pool = PagePool(num_pages, GROUP_PAGES)
-    for run in pool.begin_backing(num_pages // GROUP_PAGES):
+    pool = PagePool(num_pages, MAX_GROUP_PAGES, MAX_GROUP_PAGES)
+    for run in pool.begin_backing(num_pages // MAX_GROUP_PAGES):
         pool.end_backing(run, backed=True)
     return pool
 
@@ -33,13 +33,13 @@ def give_back(pool: PagePool, pages: Sequence[int]) -> None:
 
 
 def test_a_new_pool_has_no_memory() -> None:
-    pool = PagePool(64, 32)
+    pool = PagePool(64, 32, 16)
     assert pool.counts()["unbacked"] == 64
     assert (pool.num_free, pool.num_backed, pool.num_backing) == (0, 0, 0)
 
 
 def test_an_extent_counts_as_backed_from_the_start_and_is_free_at_the_end() -> None:
-    pool = PagePool(96, 32)
+    pool = PagePool(96, 32, 16)
     assert pool.begin_backing(2) == [Run(0, 64)]
     assert (pool.num_free, pool.num_backed, pool.num_backing) == (0, 64, 64)
     pool.end_backing(Run(0, 64), backed=True)
@@ -48,7 +48,7 @@ def test_an_extent_counts_as_backed_from_the_start_and_is_free_at_the_end() -> N
 
 
 def test_an_extent_that_got_no_memory_may_be_asked_for_again() -> None:
-    pool = PagePool(96, 32)
+    pool = PagePool(96, 32, 16)
     pool.begin_backing(3)
     pool.end_backing(Run(0, 32), backed=True)
     pool.end_backing(Run(32, 32), backed=False)
@@ -82,7 +82,7 @@ def test_an_extent_with_a_page_that_somebody_has_keeps_its_memory() -> None:
 
 
 def test_an_extent_on_its_way_is_not_taken_back() -> None:
-    pool = PagePool(32, 16)
+    pool = PagePool(32, 16, 16)
     pool.begin_backing(2)
     pool.end_backing(Run(0, 16), backed=True)
     assert pool.unback(2) == [Run(0, 16)]
@@ -94,7 +94,7 @@ def test_extents_are_whole_groups_and_pools_whole_extents(
     num_pages: int, extent_pages: int
 ) -> None:
     with pytest.raises(AssertionError):
-        PagePool(num_pages, extent_pages)
+        PagePool(num_pages, extent_pages, 16)
 
 
 # --- runs ---

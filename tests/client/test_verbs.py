@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvd.arena.base import GROUP_PAGES
+from kvd.protocol.layout import MAX_GROUP_PAGES
 from kvd_client import BadRequest, Dropped, LeaseEnded, PagesInUse
 from kvd_client.client import Client
 from tests.e2e.support import (
@@ -83,7 +83,7 @@ def test_the_page_of_an_exact_tail_is_one_of_a_whole_group(namespace: Namespace)
     store(namespace, TOKENS)
 
     def has_group() -> bool:  # once there is memory for it, which comes in the background
-        return len(namespace.match(TOKENS[:1], exact_tail=True).pages) == GROUP_PAGES
+        return len(namespace.match(TOKENS[:1], exact_tail=True).pages) == MAX_GROUP_PAGES
 
     eventually(has_group)
 

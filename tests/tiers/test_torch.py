@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.arena.base import GROUP_PAGES
 from kvd.arena.page_table import record_bytes
 from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFailed
-from kvd.protocol.layout import Layout
+from kvd.protocol.layout import MAX_GROUP_PAGES, Layout
 from kvd.protocol.messages import DeviceMemory, Run
 from kvd.protocol.units import ByteSize
 from kvd.tiers.registry import load_tier
@@ -132,14 +131,14 @@ def test_nothing_of_an_earlier_epoch_is_adopted(tier: TorchTier) -> None:
 
 
 def test_an_arena_has_its_memory_from_the_start(shm: Path) -> None:  # noqa: F811
-    tier = make(shm / "kvd", capacity_of(8 * GROUP_PAGES))
+    tier = make(shm / "kvd", capacity_of(8 * MAX_GROUP_PAGES))
     tier.open(1)
     arena = tier.create_arena(LAYOUT, 4)
-    assert (arena.num_pages, arena.extent_pages) == (8 * GROUP_PAGES, GROUP_PAGES)
+    assert (arena.num_pages, arena.extent_pages) == (8 * MAX_GROUP_PAGES, MAX_GROUP_PAGES)
     assert arena.backed_bytes == arena.num_pages * LAYOUT.page_bytes
     assert arena.path.stat().st_blocks * 512 == arena.backed_bytes
-    arena.back(Run(0, GROUP_PAGES))
-    arena.unback(Run(0, GROUP_PAGES))
+    arena.back(Run(0, MAX_GROUP_PAGES))
+    arena.unback(Run(0, MAX_GROUP_PAGES))
     assert arena.backed_bytes == arena.num_pages * LAYOUT.page_bytes
     tier.close()
 
@@ -150,7 +149,7 @@ def test_layouts_have_equal_shares_of_the_capacity(tier: TorchTier) -> None:
     for arena in arenas:
         page_bytes = arena.layout.page_bytes + record_bytes(arena.layout)
         assert arena.num_pages * page_bytes <= half
-        assert (arena.num_pages + GROUP_PAGES) * page_bytes > half
+        assert (arena.num_pages + MAX_GROUP_PAGES) * page_bytes > half
 
 
 def test_one_layout_more_waits_for_the_memory_of_another(tier: TorchTier) -> None:
