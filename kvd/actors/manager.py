@@ -249,6 +249,13 @@ class Manager:
         self.arenas[arena.id] = made
         return arena
 
+    def give_up(self, made: TierArena) -> None:
+        """An arena could not be adopted: nobody uses it yet, and it is as if it never was."""
+        number = next((one for one, arena in self.arenas.items() if arena is made), None)
+        if number is not None:
+            del self.arenas[number]
+            self.state.give_up(self.state.memory.arenas[number])
+
     def restore_namespace(self, number: int, info: NamespaceInfo, arena: ArenaState) -> Namespace:
         """A namespace of an earlier epoch, under the number that records have for it."""
         quota = self._quota(info.identity, info.salt)

@@ -38,8 +38,10 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
     for adopted in await tier.adopt():
         try:
             await _adopt(manager, adopted)
-        except KvdError as error:
-            logger.warning("reason=not_adopted %s: %s", adopted.arena.path, error)
+        except Exception as error:  # whatever lies there: it hinders no start
+            level = logging.WARNING if isinstance(error, KvdError) else logging.ERROR
+            logger.log(level, "reason=not_adopted %s", adopted.arena.path, exc_info=error)
+            manager.give_up(adopted.arena)
             await tier.remove_arena(adopted.arena)
     for actor in stores:
         try:

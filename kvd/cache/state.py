@@ -168,6 +168,14 @@ class CacheState:
         """The number of the namespace that is made next."""
         return self._num_opened + 1
 
+    def give_up(self, arena: ArenaState) -> None:
+        """An arena that nobody uses yet, and its namespaces, are as if they never were."""
+        del self.memory.arenas[arena.id]
+        for space in arena.namespaces:
+            del self.namespaces[space.id], self._by_key[space.key]
+        for session, pieces in list(self.quarantined.items()):
+            self.quarantined[session] = [piece for piece in pieces if piece[0] is not arena]
+
     def find_namespace(self, key: bytes) -> Namespace | None:
         return self._by_key.get(key)
 
