@@ -227,13 +227,23 @@ def test_what_follows_a_copy_that_failed_has_none_either() -> None:
     assert next_letters(cache, store) == "abcd"
 
 
+def test_what_waits_still_waits_when_a_match_ends_in_it() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("abcd")
+    lease = cache.match("ab")
+    cache.evict(2)
+    assert next_letters(cache, store) == "ab"
+    cache.release(lease)
+
+
 def test_a_match_into_what_is_on_its_way_changes_nothing() -> None:
     cache = Cache(stores=[store := disk()])
     cache.fill("abcd")
     write = cache.begin_write(store)
     lease = cache.match("ab")
-    check(cache.state)
+    assert cache.state.stores.next_write(store, 64, []) is None
     assert cache.end_write(write) == 4
+    check(cache.state)
     cache.release(lease)
     assert cache.texts_in(1) == {"abcd"}
 
