@@ -9,7 +9,7 @@ import numpy as np
 from kvd.cache.audit import check
 from kvd.cache.plan import Forgotten, Plan, Short
 from kvd.protocol.keys import chain
-from tests.cache.conftest import LAYOUT, WIDE, Cache, disk, forgotten, packed
+from tests.cache.conftest import FOURS, LAYOUT, WIDE, Cache, disk, forgotten, packed
 
 if TYPE_CHECKING:
     from kvd.cache.stores import StoreState, Write
@@ -194,6 +194,23 @@ def test_a_store_for_what_is_reused_takes_what_is_matched_again() -> None:
     assert cache.state.stores.num_unsaved_bytes(store) == 0
     cache.release(cache.match("ab"))
     assert next_letters(cache, store) == "ab"
+
+
+def test_what_was_not_reused_waits_not_with_what_was() -> None:
+    cache = Cache(stores=[store := disk(admission="reused")])
+    lease = cache.hold("abcd")
+    cache.release(cache.match("ab"))
+    cache.release(lease)
+    assert next_letters(cache, store) == "ab"
+
+
+def test_what_follows_a_copy_has_none_by_being_used_with_it() -> None:
+    cache = Cache(stores=[store := disk(admission="reused")])
+    cache.fill("ab")
+    cache.release(cache.match("ab"))
+    cache.save(store)
+    cache.fill("abc")
+    assert (cache.texts_in(0), cache.texts_in(1)) == ({"abc"}, {"ab"})
 
 
 def test_a_store_that_fails_takes_nothing() -> None:
@@ -444,6 +461,17 @@ def test_what_lacks_ends_where_the_tokens_do() -> None:
     lacking = cache.lacking("abx")
     assert lacking is not None
     assert lacking.keys == keys("ab")
+
+
+def test_a_tail_is_a_block_in_memory() -> None:
+    cache = Cache(layout=FOURS, stores=[store := disk()])
+    cache.fill("abcd")
+    cache.save(store)
+    cache.evict(1)
+    cache.fill("abyz")
+    tail = cache.match("abcx", exact_tail=True).tail
+    assert tail is not None
+    assert tail.num_tokens == 2
 
 
 def test_a_commit_gives_pages_to_what_only_a_store_has() -> None:
