@@ -354,7 +354,7 @@ def test_a_store_does_not_forget_what_the_next_block_follows() -> None:
     """Else a path longer than the store would go down again and again."""
     cache = Cache(stores=[store := disk(num_blocks=2)])
     cache.fill("abc")
-    cache.save(store)
+    cache.end_write(cache.begin_write(store))
     plan: Plan = []
     assert cache.state.stores.next_write(store, 64, plan) is None
     assert (plan, cache.texts_in(1)) == ([], {"ab"})
