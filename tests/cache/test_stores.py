@@ -372,6 +372,16 @@ def test_two_layouts_do_not_take_a_store_from_each_other_for_ever() -> None:
     assert num_blocks < 10
 
 
+def test_the_least_recent_copy_of_all_namespaces_goes_first() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("xy", "other")
+    cache.fill("ab")
+    cache.save(store)
+    store.usable_bytes = 3 * BLOCK
+    cache.state.stores.trim(store, [])
+    assert (cache.texts_in(1), cache.texts_in(1, "other")) == ({"ab"}, {"x"})
+
+
 def test_a_smaller_store_lets_go_what_is_too_much() -> None:
     cache = Cache(stores=[store := disk()])
     cache.fill("abcd")
