@@ -405,14 +405,14 @@ class Manager:
         """The pages, in the order of arrival; raises OutOfPages or LeaseEnded."""
         waiter = _Waiter(lease, start, stop, ahead)
         self._waiters.append(waiter)
-        self._serve_waiters()
+        self.serve_waiters()
         try:
             with anyio.move_on_after(seconds):
                 await waiter.done.wait()
         finally:
             if not waiter.done.is_set():
                 self._waiters.remove(waiter)
-                self._serve_waiters()
+                self.serve_waiters()
         if waiter.error:
             raise waiter.error
         if not waiter.done.is_set():
@@ -631,7 +631,7 @@ class Manager:
         """Write down what the state decided; then see who can go on with what became free."""
         self._write(plan)
         if plan:
-            self._serve_waiters()
+            self.serve_waiters()
 
     def _write(self, plan: Plan) -> None:
         for step in plan:
@@ -673,7 +673,7 @@ class Manager:
             for actor in self._stores:
                 actor.remove_store(arena.layout)
 
-    def _serve_waiters(self) -> None:
+    def serve_waiters(self) -> None:
         """Answer the waiting reserves in their order, as far as pages go.
 
         Who cannot be served holds up those behind who want the same pages, and nobody else.
@@ -781,7 +781,7 @@ class Manager:
             self._pause_backing(error)
         self.carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
         if not backed:
-            self._serve_waiters()
+            self.serve_waiters()
 
     def _pause_backing(self, error: TierFailed) -> None:
         """The file system is full: go on with what there is, and ask again later."""
@@ -797,7 +797,7 @@ class Manager:
             await self._paused.wait()
             await anyio.sleep(BACKING_PAUSE_SECONDS)
             self.state.memory.may_back = True
-            self._serve_waiters()
+            self.serve_waiters()
             self._untidy.set()
 
 

@@ -131,6 +131,8 @@ class Mover:
                 plan = []
                 self._state.stores.end_write(write, plan, saved=bad == [])
                 self._manager.carry_out(plan)
+                # What was on its way may be evicted now.
+                self._manager.serve_waiters()
         for place in bad or ():
             self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
         return bad is not None

@@ -441,13 +441,19 @@ class Tree:
                 self.unsaved[tier][node] = None
         return count, self.unlock(end)
 
-    def stored(self, end: Node, tokens: Tokens, max_blocks: int) -> tuple[int, list[BlockKey]]:
-        """The next blocks of these tokens that memory does not have and a store has, and which."""
+    def stored(
+        self, end: Node, tokens: Tokens, max_blocks: int, readable: int = -1
+    ) -> tuple[int, list[BlockKey]]:
+        """The next blocks of these tokens that memory does not have and a store has, and which.
+
+        It is the fastest of those whose bits are in `readable`.
+        """
         keys: list[BlockKey] = []
         store, width = MEMORY, self.block_bytes
         while len(keys) < max_blocks and (child := end.child(tokens[:width])) is not None:
-            tier = (child.tiers & -child.tiers).bit_length() - 1
-            if tier == MEMORY or (keys and tier != store):
+            tiers = child.tiers & readable
+            tier = (tiers & -tiers).bit_length() - 1
+            if child.is_in(MEMORY) or not tiers or (keys and tier != store):
                 break
             store = tier
             common = self._common_blocks(child, tokens[: len(child.tokens)])

@@ -365,10 +365,8 @@ class CacheState:
         if self._num_tiers == 1 or found.num_blocks < found.node.num_blocks:
             return None
         rest = tokens[found.total_blocks * space.tree.block_bytes :]
-        tier, keys = space.tree.stored(found.node, rest, MAX_PROMOTED)
-        if keys and self.stores.may_read(tier):
-            return Lacking(np.empty(0, np.int64), tier, keys)
-        return None
+        tier, keys = space.tree.stored(found.node, rest, MAX_PROMOTED, self.stores.readable)
+        return Lacking(np.empty(0, np.int64), tier, keys) if keys else None
 
     def extend(self, lease: Lease, tokens: Tokens, *, exact_tail: bool = False) -> Matched:
         """Lease what became resident behind a match of these tokens that committed nothing yet."""
@@ -405,8 +403,7 @@ class CacheState:
         rest = tokens[lease.num_blocks * space.tree.block_bytes :]
         if self._num_tiers == 1 or len(rest) < space.tree.block_bytes or lease.node.detached:
             return False
-        tier, keys = space.tree.stored(lease.node, rest, 1)
-        return bool(keys) and self.stores.may_read(tier)
+        return bool(space.tree.stored(lease.node, rest, 1, self.stores.readable)[1])
 
     def num_pending(self, lease: Lease, tokens: Tokens) -> int:
         """How many of these tokens, right behind those of a match, a store has."""
@@ -414,7 +411,8 @@ class CacheState:
         rest = tokens[lease.num_blocks * space.tree.block_bytes :]
         if self._num_tiers == 1 or lease.node.detached:
             return 0
-        keys = space.tree.stored(lease.node, rest, len(rest) // space.tree.block_bytes)[1]
+        count = len(rest) // space.tree.block_bytes
+        keys = space.tree.stored(lease.node, rest, count, self.stores.readable)[1]
         return len(keys) * space.arena.layout.block_size
 
     def count_match(self, lease: Lease, num_tokens: int) -> None:

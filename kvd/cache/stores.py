@@ -92,8 +92,10 @@ class Stores:
     def __iter__(self) -> Iterator[StoreState]:
         return iter(self._stores)
 
-    def may_read(self, tier: int) -> bool:
-        return self._stores[tier - 1].may_read
+    @property
+    def readable(self) -> int:
+        """A bit for each store that can be read now."""
+        return sum(1 << store.tier for store in self._stores if store.may_read)
 
     # --- down ---
 

@@ -493,6 +493,15 @@ class CacheAndModel(Machine):
         self.next_write(self.stores[pick % len(self.stores)], max_bytes)
 
     @precondition(lambda self: self.state.stores.writes)
+    @rule(s=small_number, lease_id=st.integers(0, 3), pick=any_number)
+    def match_what_is_on_its_way(self, s: int, lease_id: int, pick: int) -> None:
+        names = sorted(set().union(*map(self.model.coming, self.model.stores)))
+        if names:
+            number, tokens = names[pick % len(names)]
+            if space := self.opened(self.sessions[s], self.model.namespaces[number].key):
+                self.do_match(self.sessions[s], lease_id, space, tokens)
+
+    @precondition(lambda self: self.state.stores.writes)
     @rule(pick=any_number, saved=st.sampled_from([True, True, False]))
     def end_write(self, pick: int, saved: bool) -> None:
         writes = self.state.stores.writes

@@ -35,6 +35,7 @@ STORES = (1, 2)
 Tokens = tuple[int, ...]
 any_number = st.integers(0, 1000)
 some_tokens = st.lists(st.integers(0, 1), max_size=12).map(tuple)
+long_tokens = st.lists(st.integers(0, 1), min_size=6, max_size=12).map(tuple)
 some_tier = st.sampled_from([MEMORY, *STORES])
 some_store = st.sampled_from(STORES)
 
@@ -118,7 +119,7 @@ class TreeAndDict(RuleBasedStateMachine):
 
     # --- what is there from before ---
 
-    @initialize(paths=st.lists(st.tuples(some_tier, some_tokens), max_size=6))
+    @initialize(paths=st.lists(st.tuples(some_tier, long_tokens), max_size=6))
     def recover(self, paths: list[tuple[int, Tokens]]) -> None:
         for tier in (MEMORY, *STORES):
             names = {name for one, tokens in paths if one == tier for name in blocks_of(tokens)}
@@ -171,10 +172,22 @@ class TreeAndDict(RuleBasedStateMachine):
         pages = [len(self.used) + place for place in range(len(rest) // BLOCK)]
         if pages:
             holder.end = self.tree.append(holder.end, packed(rest), pages)
+            self.tree.admit(holder.end, STORES[0])
         self.used.update(pages)
         holder.tokens, holder.pages = tokens, self.known(tokens[: len(tokens) - len(rest)]) + pages
         for place, page in enumerate(holder.pages):
             assert self.pages.setdefault(tokens[: (place + 1) * BLOCK], page) == page
+
+    @rule(
+        paths=st.lists(long_tokens, min_size=1, max_size=4),
+        keep=st.sampled_from([True, False, False]),
+    )
+    def fill(self, paths: list[Tokens], keep: bool) -> None:
+        for tokens in paths:
+            self.hold(tokens=tokens)
+            self.append(pick=-1, tokens=tokens[len(self.holders[-1].tokens) :])
+            if not keep:
+                self.let_go(pick=-1)
 
     @precondition(lambda self: self.holders)
     @rule(pick=any_number)
@@ -214,6 +227,15 @@ class TreeAndDict(RuleBasedStateMachine):
                 self.savings.append(Saving(end, tokens, pages, size, store))
                 return
 
+    @rule(store=some_store)
+    def save_all(self, store: int) -> None:
+        """First what is on its way, which the rest follows."""
+        while self.savings:
+            self.end_saving(pick=0, saved=True)
+        while self.tree.unsaved[store]:
+            self.begin_saving(store=store, size=-1)
+            self.end_saving(pick=-1, saved=True)
+
     @precondition(lambda self: self.savings)
     @rule(pick=any_number, saved=st.booleans())
     def end_saving(self, pick: int, saved: bool) -> None:
@@ -232,11 +254,13 @@ class TreeAndDict(RuleBasedStateMachine):
 
     # --- removing ---
 
-    @rule(tier=some_tier, size=any_number)
-    def cut(self, tier: int, size: int) -> None:
-        leaf = self.tree.lrus[tier].coldest()
-        if leaf is None:
-            return
+    @rule(tier=some_tier, sizes=st.lists(any_number, min_size=1, max_size=3))
+    def cut(self, tier: int, sizes: list[int]) -> None:
+        for size in sizes:
+            if leaf := self.tree.lrus[tier].coldest():
+                self.cut_leaf(leaf, size, tier)
+
+    def cut_leaf(self, leaf: Node, size: int, tier: int) -> None:
         size = 1 + size % leaf.num_blocks
         tokens = tuple(np.frombuffer(leaf.path_tokens(), "<u4").tolist())
         gone = self.tree.cut(leaf, size, tier)
@@ -255,7 +279,11 @@ class TreeAndDict(RuleBasedStateMachine):
         found = self.tree.find(packed(tokens), anywhere=True)
         self.check_detached(tokens, found.node, found.num_blocks - 1)
 
-    @rule()
+    @rule(pick=any_number)
+    def seldom_detach_all(self, pick: int) -> None:
+        if pick % 8 == 7:
+            self.detach_all()
+
     def detach_all(self) -> None:
         self.check_detached((), self.tree.root, 0)
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvd.cache.audit import check
 from kvd.cache.plan import Forgotten, Plan, Short
 from kvd.protocol.keys import chain
-from tests.cache.conftest import LAYOUT, WIDE, Cache, disk, forgotten, packed
+from tests.cache.conftest import FOURS, LAYOUT, WIDE, Cache, disk, forgotten, packed
 
 if TYPE_CHECKING:
     from kvd.cache.stores import StoreState, Write
@@ -196,6 +196,23 @@ def test_a_store_for_what_is_reused_takes_what_is_matched_again() -> None:
     assert next_letters(cache, store) == "ab"
 
 
+def test_what_was_not_reused_waits_not_with_what_was() -> None:
+    cache = Cache(stores=[store := disk(admission="reused")])
+    lease = cache.hold("abcd")
+    cache.release(cache.match("ab"))
+    cache.release(lease)
+    assert next_letters(cache, store) == "ab"
+
+
+def test_what_follows_a_copy_has_none_by_being_used_with_it() -> None:
+    cache = Cache(stores=[store := disk(admission="reused")])
+    cache.fill("ab")
+    cache.release(cache.match("ab"))
+    cache.save(store)
+    cache.fill("abc")
+    assert (cache.texts_in(0), cache.texts_in(1)) == ({"abc"}, {"ab"})
+
+
 # --- how it ends ---
 
 
@@ -217,13 +234,23 @@ def test_what_follows_a_copy_that_failed_has_none_either() -> None:
     assert next_letters(cache, store) == "abcd"
 
 
+def test_what_waits_still_waits_when_a_match_ends_in_it() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("abcd")
+    lease = cache.match("ab")
+    cache.evict(2)
+    assert next_letters(cache, store) == "ab"
+    cache.release(lease)
+
+
 def test_a_match_into_what_is_on_its_way_changes_nothing() -> None:
     cache = Cache(stores=[store := disk()])
     cache.fill("abcd")
     write = cache.begin_write(store)
     lease = cache.match("ab")
-    check(cache.state)
+    assert cache.state.stores.next_write(store, 64, []) is None
     assert cache.end_write(write) == 4
+    check(cache.state)
     cache.release(lease)
     assert cache.texts_in(1) == {"abcd"}
 
@@ -317,7 +344,7 @@ def test_a_store_does_not_forget_what_the_next_block_follows() -> None:
     """Else a path longer than the store would go down again and again."""
     cache = Cache(stores=[store := disk(num_blocks=2)])
     cache.fill("abc")
-    cache.save(store)
+    cache.end_write(cache.begin_write(store))
     plan: Plan = []
     assert cache.state.stores.next_write(store, 64, plan) is None
     assert (plan, cache.texts_in(1)) == ([], {"ab"})
@@ -333,6 +360,16 @@ def test_two_layouts_do_not_take_a_store_from_each_other_for_ever() -> None:
     while (write := cache.state.stores.next_write(store, 1, [])) and num_blocks < 10:
         num_blocks += cache.end_write(write)
     assert num_blocks < 10
+
+
+def test_the_least_recent_copy_of_all_namespaces_goes_first() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("xy", "other")
+    cache.fill("ab")
+    cache.save(store)
+    store.usable_bytes = 3 * BLOCK
+    cache.state.stores.trim(store, [])
+    assert (cache.texts_in(1), cache.texts_in(1, "other")) == ({"ab"}, {"x"})
 
 
 def test_a_smaller_store_lets_go_what_is_too_much() -> None:
@@ -424,6 +461,17 @@ def test_what_lacks_ends_where_the_tokens_do() -> None:
     lacking = cache.lacking("abx")
     assert lacking is not None
     assert lacking.keys == keys("ab")
+
+
+def test_a_tail_is_a_block_in_memory() -> None:
+    cache = Cache(layout=FOURS, stores=[store := disk()])
+    cache.fill("abcd")
+    cache.save(store)
+    cache.evict(1)
+    cache.fill("abyz")
+    tail = cache.match("abcx", exact_tail=True).tail
+    assert tail is not None
+    assert tail.num_tokens == 2
 
 
 def test_a_commit_gives_pages_to_what_only_a_store_has() -> None:

@@ -27,7 +27,7 @@ def files(daemon: RunningDaemon) -> list[str]:
     return sorted(left | beside - {"kvd", "kvd.toml", "kvd.log"})
 
 
-CLEAN = ["daemon.lock", "header", "host.lock", "kvd.sock.lock", "sequences"]
+CLEAN = ["daemon.lock", "data", "header", "host.lock", "kvd.sock.lock", "sequences"]
 
 
 # --- stopping ---
