@@ -64,6 +64,8 @@ class StoreActor:
         # What is wrong with it, in words; nothing while it works.
         self.trouble = ""
         self.counters = {"write_failures": 0, "read_failures": 0}
+        # Asked for in the writer's thread: of a disk that hangs, status still tells.
+        self.used_bytes = 0
         self._changed = changed
         self._stores: dict[Layout, Store] = {}
         self._unprepared: dict[bytes, NamespaceInfo] = {}
@@ -78,7 +80,7 @@ class StoreActor:
 
     async def open(self, epoch: int) -> None:
         """Raises AlreadyRunning, TierFailed."""
-        await anyio.to_thread.run_sync(self.tier.open, epoch)
+        await anyio.to_thread.run_sync(self._measured, self.tier.open, epoch)
         for store in self.tier.stores():
             self._know(store)
 
@@ -134,7 +136,7 @@ class StoreActor:
 
     async def _do(self, job: Job) -> None:
         try:
-            job.result = await anyio.to_thread.run_sync(job.function, *job.args)
+            job.result = await anyio.to_thread.run_sync(self._measured, job.function, *job.args)
             if job.then is not None:
                 job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
@@ -145,6 +147,11 @@ class StoreActor:
             self._note(job.error, reads=False)
         finally:
             job.done.set()
+
+    def _measured(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        result = function(*args)
+        self.used_bytes = sum(store.used_bytes for store in self.tier.stores())
+        return result
 
     async def read(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Have something read, beside the writer. Raises TierFailed."""
