@@ -92,7 +92,7 @@ class Cache:
         self.manager.release(lease.session, [lease.id])
 
     def counts(self) -> dict[str, int]:
-        return {k: v for k, v in self.manager.tier_status().pages.items() if v}
+        return {k: v for k, v in self.manager.tier_status()[0].pages.items() if v}
 
 
 @asynccontextmanager
@@ -106,7 +106,9 @@ async def running(
     async with create_task_group() as tasks:
         await tasks.start(actor.run)
         await actor.open(1)
-        manager = Manager(Config(cache=config), actor, create_header(directory / "header"), (), Signal())
+        manager = Manager(
+            Config(cache=config), actor, create_header(directory / "header"), (), Signal()
+        )
         await tasks.start(manager.run)
         opened = await manager.open(1, IDENTITY, LAYOUT, "", extras=False)
         cache = Cache(manager, tier, opened.namespace)
