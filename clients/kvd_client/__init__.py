@@ -20,6 +20,7 @@ from kvd.protocol.errors import (
     LimitExceeded,
     OutOfPages,
     PagesInUse,
+    TierFailed,
     Unsupported,
     VersionMismatch,
 )
@@ -31,6 +32,8 @@ from kvd.protocol.messages import (
     PinResult,
     Shortage,
     StatusReply,
+    TierStatus,
+    VerifyReply,
 )
 from kvd.protocol.units import format_bytes
 from kvd_client.client import Client, Lease, Namespace
@@ -56,7 +59,10 @@ __all__ = [
     "PinResult",
     "Shortage",
     "StatusReply",
+    "TierFailed",
+    "TierStatus",
     "Unsupported",
+    "VerifyReply",
     "VersionMismatch",
     "format_bytes",
     "to_json",

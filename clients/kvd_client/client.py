@@ -9,12 +9,12 @@ from kvd_client.lease import LeaseBase
 from kvd_client.session import Answered, LinkChanged, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import DropResult, LeasesReply, PinResult, StatusReply
+    from kvd.protocol.messages import DropResult, LeasesReply, PinResult, StatusReply, VerifyReply
     from kvd_client.base import ExtraItems
 
 T = TypeVar("T")
@@ -55,6 +55,23 @@ class Client(ClientBase):
     def leases(self, limit: int = 1000) -> LeasesReply:
         """Who holds what: leases and pins, the oldest of each. Raises as `status`."""
         return self.run(self._leases_of_all(limit))
+
+    def checkpoint(self, *, timeout: float | None = None) -> int:
+        """Have all blocks that shall survive the machine copied and synced; how many were copied.
+
+        Raises TierFailed where a tier took not all, DaemonUnavailable, and DeadlineExceeded, after
+        which it goes on.
+        """
+        return self.run(self._checkpoint(timeout))
+
+    def verify(self, progress: Callable[[VerifyReply], None] | None = None) -> VerifyReply:
+        """Have all blocks compared with their checksums; what was found, when that is done.
+
+        Bad ones are removed, with what follows them. It takes as long as reading all of them;
+        `progress` is told meanwhile how far it has come. Raises DaemonUnavailable and
+        DeadlineExceeded where the daemon does not say so.
+        """
+        return self.run(self._verify(progress))
 
     def pin(
         self,
