@@ -160,6 +160,7 @@ class Mover:
 
     async def _save_all(self, actor: StoreActor) -> None:
         stores = self._state.stores
+        await actor.settle()  # a new layout's store is being made, perhaps
         waiting = stores.waiting(actor.state)
         while waiting := stores.still_waiting(actor.state, waiting):
             # What another one had begun meanwhile may have been all.

@@ -134,6 +134,10 @@ class StoreActor:
             raise job.error
         return job.result
 
+    async def settle(self) -> None:
+        """When it returns, all that was submitted before is done, or has failed."""
+        await self.submit(lambda: None).done.wait()
+
     async def _do(self, job: Job) -> None:
         try:
             job.result = await anyio.to_thread.run_sync(self._measured, job.function, *job.args)

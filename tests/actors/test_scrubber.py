@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -33,10 +34,19 @@ from kvd.tiers.registry import load_tier
 from tests.actors.waiting import until
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, capacity_of, tokens_of
+from tests.e2e.support import (
+    BLOCK,
+    IDENTITY,
+    LAYOUT,
+    PAGE_FIRST,
+    PATIENCE_SECONDS,
+    capacity_of,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from kvd.protocol.keys import BlockKey
+    from kvd.protocol.layout import Layout
     from kvd.tiers.base import Store
 
 pytestmark = pytest.mark.anyio
@@ -61,10 +71,9 @@ class Cache:
         self.counters = manager.state.counters
         self._last_lease = 0
 
-    async def open(self) -> None:
-        opened = await self.manager.open(1, IDENTITY, LAYOUT, "", extras=False)
+    async def open(self, layout: Layout = LAYOUT) -> None:
+        opened = await self.manager.open(1, IDENTITY, layout, "", extras=False)
         self.space, self.arena = opened.namespace, opened.arena
-        await until(lambda: self.actor.store(LAYOUT) is not None)
 
     @contextmanager
     def matching(self, tokens: list[int]) -> Iterator[int]:
@@ -340,8 +349,21 @@ async def test_checkpoints_at_once_are_all_answered(start: Any) -> None:
     assert cache.counters["blocks_demoted"] == 4
 
 
+async def test_a_checkpoint_waits_for_a_store_that_is_being_made(start: Any) -> None:
+    async with start() as cache, create_task_group() as tasks:
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        await cache.open(PAGE_FIRST)
+        await cache.store(TOKENS)
+        tasks.start_soon(cache.mover.checkpoint)
+        await until(lambda: cache.actor.num_waiting == 2)
+        go.set()
+    assert cache.counters["blocks_demoted"] == 4
+
+
 async def test_a_checkpoint_that_finds_no_room_says_so(start: Any, shm: Path) -> None:  # noqa: F811
     async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.actor.settle()
         set_faults(shm, Faults.FULL)
         await cache.store(TOKENS)
         with pytest.raises(TierFailed, match="the tier is full"):
