@@ -17,7 +17,20 @@ from tests.e2e.support import settings
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
 
-COMMANDS = ["ping", "status", "sessions", "namespaces", "leases", "pins", "pin", "unpin", "drop"]
+COMMANDS = [
+    "ping",
+    "status",
+    "tiers",
+    "checkpoint",
+    "verify",
+    "sessions",
+    "namespaces",
+    "leases",
+    "pins",
+    "pin",
+    "unpin",
+    "drop",
+]
 
 
 def complaint(done: Done) -> str:
