@@ -1,8 +1,8 @@
 """Scrubber: compares blocks with their checksums, all of them again and again, or once when asked.
 
 Concurrency: while a piece is read, blocks are evicted, dropped and moved, and nodes split and
-merge. So a round goes by the pages and keys that were there when it came to an arena or a tree, and
-of what is wrong only that counts which is there still.
+merge. So a round goes by the pages and keys that are there when it comes to them, holds none of
+them, and of what is wrong only that counts which is there still.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from kvd.arena.page_table import PageState
 from kvd.cache.radix import MEMORY
 from kvd.protocol.errors import TierFailed
-from kvd.protocol.keys import KEY_BYTES, BlockKey
+from kvd.protocol.keys import KEY_BYTES
 from kvd.protocol.messages import TierCheck
 from kvd.tiers import copying
 from kvd.tiers.copying import Copy
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from kvd.actors.store import StoreActor
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Namespace
-    from kvd.cache.radix import Node
+    from kvd.cache.radix import Node, Tree
     from kvd.config import CacheConfig
     from kvd.protocol.codec import Tokens
+    from kvd.protocol.keys import BlockKey
 
 # What is looked at at once: a millisecond of the thread that gives memory.
 PIECE_BYTES = 8 << 20
@@ -135,6 +136,8 @@ class Scrubber:
 
     async def _check_store(self, round: Round, actor: StoreActor, bytes_a_second: float) -> None:
         for space in list(self._state.namespaces.values()):
+            if not space.tree.counts[actor.state.tier]:
+                continue
             page_bytes = space.arena.layout.page_bytes
             size = max(1, PIECE_BYTES // page_bytes)
             blocks = _blocks_in(space, actor.state.tier)
@@ -166,13 +169,23 @@ class Scrubber:
 
 
 def _blocks_in(space: Namespace, tier: int) -> Iterator[tuple[Node, BlockKey]]:
-    """The blocks that a tier has now, whatever becomes of them while they are gone through."""
-    nodes = [(node, bytes(node.keys)) for node in space.tree.nodes() if node.is_in(tier)]
-    return (
-        (node, BlockKey(keys[at : at + KEY_BYTES]))
-        for node, keys in nodes
-        for at in range(0, len(keys), KEY_BYTES)
-    )
+    """The blocks that a tier has, as they are come by."""
+    for node in _nodes_of(space.tree):
+        if node.is_in(tier):
+            for key in node.block_keys():
+                yield node, key
+
+
+def _nodes_of(tree: Tree) -> Iterator[Node]:
+    """All nodes, also those that a split puts above others before they are come by."""
+    seen = {tree.root}
+    for node in tree.nodes():
+        at: Node | None = node
+        while at is not None and at not in seen:
+            seen.add(at)
+            above = at.parent  # what comes between them from here on, has been come by
+            yield at
+            at = above
 
 
 def _tokens_to(space: Namespace, tier: int, node: Node, key: BlockKey) -> Tokens:

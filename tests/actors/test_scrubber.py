@@ -302,6 +302,20 @@ async def test_a_bad_record_is_found_where_its_node_was_split_meanwhile(start: A
         assert cache.num_blocks() == 1
 
 
+async def test_blocks_above_a_split_that_comes_first_are_not_left_out(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.actors.scrubber.PIECE_BYTES", LAYOUT.page_bytes)
+    async with start() as cache:
+        await cache.store(TOKENS)
+        await cache.store(tokens_of(2, 4), on_disk=True)
+        async with cache.reading_held_up() as round:
+            for tokens in (TOKENS, tokens_of(2, 4)):
+                with cache.matching(tokens[:BLOCK]):
+                    pass
+        assert round.tiers[STORE].num_checked == 8
+
+
 async def test_a_store_that_fails_is_left_and_says_why(start: Any, shm: Path) -> None:  # noqa: F811
     async with start(ON_DEMAND, FAULTY) as cache:
         await cache.store(TOKENS, on_disk=True)
