@@ -194,6 +194,7 @@ class StoreActor:
     def _know(self, store: Store) -> None:
         self._stores[store.layout] = store
         self.state.record_bytes[store.layout] = store.record_bytes
+        self.state.usable_bytes = self.tier.usable_bytes
 
     def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
         """Have blocks forgotten, which may be on their way or not be there."""
