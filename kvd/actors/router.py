@@ -426,9 +426,9 @@ class Router:
             self._loop.call_soon(self._drain)
 
     def _verify(self, request: VerifyRequest) -> VerifyReply:
-        round = self._scrubber.verify(start=request.start)
+        last = self._scrubber.verify(start=request.start)
         return VerifyReply(
-            id=request.id, epoch=self._epoch, tiers=tuple(round.tiers), is_done=round.is_done
+            id=request.id, epoch=self._epoch, tiers=tuple(last.tiers), is_done=last.is_done
         )
 
     def _status(self, request: StatusRequest) -> StatusReply:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import pytest
 
+from kvd.config import LimitConfig
+from kvd.protocol.codec import encode
 from kvd.protocol.keys import KEY_BYTES
+from kvd.protocol.messages import CheckpointRequest, ErrorReply
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import DaemonUnavailable, DeadlineExceeded, TierFailed
-from tests.actors.wire import packed
+from tests.actors.wire import Wire, packed
 from tests.e2e.support import (
     BLOCK,
     LAYOUT,
@@ -195,6 +198,21 @@ def test_a_checkpoint_goes_on_without_who_asked_for_it(
             client.checkpoint(timeout=0.3)
         assert disk_of(client).num_blocks == 0
     eventually(lambda: disk_of(client).num_blocks == 8)
+
+
+def test_checkpoints_that_wait_are_bounded(
+    daemon: RunningDaemon, client: Client, namespace: Namespace
+) -> None:
+    store(namespace, TOKENS)
+    eventually(lambda: disk_of(client).used_bytes)
+    with closing(Wire(daemon.endpoint)) as wire:
+        with environment(daemon) as opened, opened.begin(write=True):  # so that none is done
+            # The one under way may have taken up as many as wait.
+            for number in range(2 * LimitConfig().session_waiting + 1):
+                wire.send(encode(CheckpointRequest(id=number + 1)))
+            refusal = wire.receive()
+        assert isinstance(refusal, ErrorReply)
+        assert refusal.code == "limit_exceeded"
 
 
 @pytest.mark.parametrize("below", [{"type": "faulty", "tier": LMDB}])
