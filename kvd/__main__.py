@@ -61,12 +61,12 @@ def _log_config(config: LogConfig, args: argparse.Namespace) -> LogConfig:
 async def _serve(config: Config) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with Daemon(config) as daemon:
-            tier = daemon.tier_status()
-            print(
-                f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tier.name} tier: "
-                f"up to {format_bytes(tier.capacity_bytes)} in {daemon.directory}",
-                flush=True,
+            tiers = ", ".join(
+                f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
+                f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
+                for tier in daemon.tier_status()
             )
+            print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
             async for number in signals:
                 logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
                 break

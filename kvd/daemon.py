@@ -18,6 +18,7 @@ from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.recovery import recover
 from kvd.actors.router import Router
+from kvd.actors.scrubber import Scrubber
 from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.sessions import SessionTable
 from kvd.actors.signal import Signal
@@ -49,9 +50,10 @@ class Daemon(AsyncContextManagerMixin):
         self.config = config or Config()
         self.endpoint = self.config.resolved_endpoint
         self.directory = self.config.resolved_directory
+        self.data_directory = self.config.resolved_data_directory
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
         self.epoch = secrets.randbits(62) | 1
-        places = self.directory, self.config.resolved_data_directory
+        places = self.directory, self.data_directory
         first, *below = (load_tier(section, *places) for section in self.config.tiers)
         if not isinstance(first, MemoryTier):
             raise ConfigError(f"tiers: the first one has what clients map; {first.name} has none")
@@ -91,9 +93,17 @@ class Daemon(AsyncContextManagerMixin):
             files = SequenceFiles(self.directory, self.config.resolved_data_directory)
             sequences = Sequences(files, self.config.limits)
             mover = Mover(self.config.cache, self._manager, sequences, stores)
+            scrubber = Scrubber(self.config.cache, self._manager, mover, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
             router = Router(
-                self.config, self._manager, mover, sequences, sessions, self.epoch, header_path
+                self.config,
+                self._manager,
+                mover,
+                sequences,
+                scrubber,
+                sessions,
+                self.epoch,
+                header_path,
             )
             async with create_task_group() as below:
                 for actor in actors:
@@ -110,12 +120,14 @@ class Daemon(AsyncContextManagerMixin):
                     async with create_task_group() as above:
                         await above.start(self._manager.run)
                         await above.start(mover.run)
+                        await above.start(scrubber.run)
                         await above.start(router.run)
                         try:
                             yield
                         finally:
                             above.cancel_scope.deadline = current_time() + self.config.grace_seconds
                             router.close()
+                            scrubber.close()
                             await mover.close()
                             self._manager.close()
                 finally:
@@ -128,7 +140,8 @@ class Daemon(AsyncContextManagerMixin):
     def _state_of(self, store: StoreTier, number: int) -> StoreState:
         return StoreState(number, store.name, store.usable_bytes, self.config.cache.admission)
 
-    def tier_status(self) -> TierStatus:
+    def tier_status(self) -> tuple[TierStatus, ...]:
+        """All tiers, the fastest first."""
         return self._manager.tier_status()
 
     def _own_endpoint(self) -> OwnerLock:

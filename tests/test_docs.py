@@ -14,9 +14,10 @@ import pytest
 from kvd.config import Config, parse
 from kvd.protocol import messages
 from kvd.protocol.errors import ERRORS
-from kvd.protocol.units import decode_size
+from kvd.protocol.units import ByteSize, decode_size
 from kvd.testing.daemons import running_daemon
 from kvd_tiers.host import HostConfig
+from kvd_tiers.lmdb import LmdbConfig
 from kvd_tiers.torch import TorchConfig
 
 ROOT = Path(__file__).parent.parent
@@ -35,20 +36,28 @@ def defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
     }
 
 
+def read_sizes(section: dict[str, Any]) -> None:
+    for key, value in section.items():
+        if key.endswith("_bytes"):
+            section[key] = decode_size(ByteSize, value)
+
+
 def test_the_sample_configuration_has_every_key_with_its_default() -> None:
     sample = {key: value for key, value in SAMPLE.items() if key != "tiers"}
     for section in (sample, *(v for v in sample.values() if isinstance(v, dict))):
-        for key, value in section.items():
-            if key.endswith("_bytes"):
-                section[key] = decode_size(type(parse({}).cache.back_ahead_bytes), value)
+        read_sizes(section)
     expected = defaults(Config)
     del expected["tiers"], expected["quotas"]  # no quota is the default, and tiers have their own
     assert sample == expected
 
 
-def test_the_sample_configuration_has_every_key_of_the_host_tier() -> None:
-    (tier,) = SAMPLE["tiers"]
-    assert {key: value for key, value in tier.items() if key != "type"} == defaults(HostConfig)
+@pytest.mark.parametrize(("place", "kind"), [(0, HostConfig), (1, LmdbConfig)])
+def test_the_sample_configuration_has_every_key_of_our_tiers(
+    place: int, kind: type[msgspec.Struct]
+) -> None:
+    tier = {key: value for key, value in SAMPLE["tiers"][place].items() if key != "type"}
+    read_sizes(tier)
+    assert tier == defaults(kind)
 
 
 def test_the_sample_configuration_names_every_key_of_the_torch_tier() -> None:

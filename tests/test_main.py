@@ -115,6 +115,16 @@ def test_the_ready_line_tells_where_and_how_much() -> None:
         )
 
 
+def test_the_ready_line_names_every_tier() -> None:
+    (memory,) = settings()["tiers"]
+    disk = {"type": "lmdb", "capacity_bytes": "16MiB"}
+    with running_daemon(settings(tiers=[memory, disk])) as daemon:
+        data = daemon.directory.parent / "data"
+        assert daemon.ready_line.endswith(
+            f"in {daemon.directory}, lmdb tier: up to 16MiB in {data}"
+        )
+
+
 def test_a_log_in_json_is_json() -> None:
     with running_daemon(settings(log={"format": "json", "level": "debug"})) as daemon:
         daemon.stop()

@@ -21,6 +21,7 @@ from kvd.protocol.errors import (
     OutOfPages,
     PagesInUse,
     SequenceTaken,
+    TierFailed,
     UnknownSequence,
     Unsupported,
     VersionMismatch,
@@ -35,6 +36,8 @@ from kvd.protocol.messages import (
     SequenceStatus,
     Shortage,
     StatusReply,
+    TierStatus,
+    VerifyReply,
 )
 from kvd.protocol.units import format_bytes
 from kvd_client.base import Resumed
@@ -65,8 +68,11 @@ __all__ = [
     "SequencesReply",
     "Shortage",
     "StatusReply",
+    "TierFailed",
+    "TierStatus",
     "UnknownSequence",
     "Unsupported",
+    "VerifyReply",
     "VersionMismatch",
     "format_bytes",
     "to_json",

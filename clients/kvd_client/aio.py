@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         PinResult,
         SequencesReply,
         StatusReply,
+        VerifyReply,
     )
     from kvd_client.base import ExtraItems, Resumed
 
@@ -62,6 +63,14 @@ class AsyncClient(ClientBase):
     async def leases(self, limit: int = 1000) -> LeasesReply:
         """As `Client.leases`."""
         return await self.run(self._leases_of_all(limit))
+
+    async def checkpoint(self, *, timeout: float | None = None) -> int:
+        """As `Client.checkpoint`."""
+        return await self.run(self._checkpoint(timeout))
+
+    async def verify(self, progress: Callable[[VerifyReply], None] | None = None) -> VerifyReply:
+        """As `Client.verify`."""
+        return await self.run(self._verify(progress))
 
     async def pin(
         self,

@@ -40,6 +40,8 @@ from kvd.protocol.messages import (
     NO_REPLY,
     AnyReply,
     AnyRequest,
+    CheckpointReply,
+    CheckpointRequest,
     CloseRequest,
     DiscardReply,
     DiscardRequest,
@@ -66,6 +68,8 @@ from kvd.protocol.messages import (
     StatusRequest,
     UnpinReply,
     UnpinRequest,
+    VerifyReply,
+    VerifyRequest,
 )
 from kvd_client.lease import Binding, LeaseBase, ahead_of, check_tokens, pack_extras, pages_for
 from kvd_client.mirror import Mirror
@@ -98,6 +102,8 @@ ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
 
 # A shorter silence says nothing of the daemon: one caller's tiny timeout is nobody else's outage.
 SUSPECT_SECONDS = 0.2
+# So often a verification is asked how far it has come.
+VERIFY_SECONDS = 0.2
 MAX_NAME = 64
 MAX_SECONDS = 86_400.0 * 365
 
@@ -167,6 +173,28 @@ class ClientBase:
         deadline = self.deadline(None)
         request = LeasesRequest(id=self.next_id(), deadline_ns=wire(deadline), limit=limit)
         return (yield from self._ask(Call(checked(request)), deadline, LeasesReply))
+
+    def _checkpoint(self, timeout: float | None) -> Operation[int]:
+        deadline = self.deadline(timeout)
+        request = CheckpointRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        reply = yield from self._ask(Call(request), deadline, CheckpointReply)
+        return reply.num_blocks
+
+    def _verify(self, progress: Callable[[VerifyReply], None] | None) -> Operation[VerifyReply]:
+        reply = first = yield from self._ask_to_verify(start=True)
+        while not reply.is_done:
+            if progress is not None:
+                progress(reply)
+            yield LinkChanged(self.connection.core.link, time.monotonic() + VERIFY_SECONDS)
+            reply = yield from self._ask_to_verify(start=False)
+            if reply.epoch != first.epoch:
+                raise DaemonUnavailable("kvd was restarted while it verified: verify again")
+        return reply
+
+    def _ask_to_verify(self, *, start: bool) -> Operation[VerifyReply]:
+        deadline = self.deadline(None)
+        request = VerifyRequest(id=self.next_id(), deadline_ns=wire(deadline), start=start)
+        return (yield from self._ask(Call(request), deadline, VerifyReply))
 
     def _pin(
         self,

@@ -9,7 +9,7 @@ from kvd_client.lease import LeaseBase
 from kvd_client.session import Answered, LinkChanged, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvd.protocol.codec import TokenIds
     from kvd.protocol.keys import Identity
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PinResult,
         SequencesReply,
         StatusReply,
+        VerifyReply,
     )
     from kvd_client.base import ExtraItems, Resumed
 
@@ -61,6 +62,23 @@ class Client(ClientBase):
     def leases(self, limit: int = 1000) -> LeasesReply:
         """Who holds what: leases and pins, the oldest of each. Raises as `status`."""
         return self.run(self._leases_of_all(limit))
+
+    def checkpoint(self, *, timeout: float | None = None) -> int:
+        """Have all blocks that shall survive the machine copied and synced; how many were copied.
+
+        Raises TierFailed where a tier took not all, DaemonUnavailable, and DeadlineExceeded, after
+        which it goes on.
+        """
+        return self.run(self._checkpoint(timeout))
+
+    def verify(self, progress: Callable[[VerifyReply], None] | None = None) -> VerifyReply:
+        """Have all blocks compared with their checksums; what was found, when that is done.
+
+        Bad ones are removed, with what follows them. It takes as long as reading all of them;
+        `progress` is told meanwhile how far it has come. Raises DaemonUnavailable and
+        DeadlineExceeded where the daemon does not say so.
+        """
+        return self.run(self._verify(progress))
 
     def pin(
         self,

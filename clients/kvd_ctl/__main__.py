@@ -61,6 +61,35 @@ def status(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = Fa
         commands.status(client, as_json=as_json)
 
 
+@app.command(epilog="Example: kvd-ctl tiers --json | jq '.[].trouble'")
+def tiers(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = False) -> None:
+    """List the tiers: what each holds, what waits for it, and what is wrong with it."""
+    with _client(endpoint, timeout) as client:
+        commands.tiers(client, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl checkpoint --timeout 60")
+def checkpoint(endpoint: Endpoint = None, timeout: Timeout = 600.0, as_json: Json = False) -> None:
+    """Copy all blocks to the tiers that survive the machine, and sync them.
+
+    When the time to wait is over, kvd goes on with it.
+    """
+    with _client(endpoint, timeout) as client:
+        commands.checkpoint(client, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl verify || kvd-ctl status")
+def verify(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = False) -> None:
+    """Compare all blocks with their checksums; exit status 1 where some were bad or missing.
+
+    They are removed, with what follows them. Interrupting it does no harm: kvd goes on.
+    """
+    with _client(endpoint, timeout) as client:
+        is_good = commands.verify(client, as_json=as_json)
+    if not is_good:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: kvd-ctl sessions --json | jq '.[].client'")
 def sessions(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = False) -> None:
     """List who is attached, what each holds and how long its requests took."""

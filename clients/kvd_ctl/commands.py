@@ -41,6 +41,35 @@ def status(client: Client, *, as_json: bool) -> None:
         render.status(reply)
 
 
+def tiers(client: Client, *, as_json: bool) -> None:
+    """List the tiers."""
+    reply = client.status()
+    if as_json:
+        print(to_json(reply.tiers))
+    else:
+        render.tiers(reply.tiers)
+
+
+def checkpoint(client: Client, *, as_json: bool) -> None:
+    """Have all blocks saved."""
+    count = client.checkpoint()
+    if as_json:
+        print(to_json({"num_blocks": count}))
+    else:
+        render.console.print(f"all blocks are saved; copied for it: {count}")
+
+
+def verify(client: Client, *, as_json: bool) -> bool:
+    """Have all blocks compared with their checksums; whether all were good."""
+    with render.progress("verifying") as progress:
+        reply = client.verify(progress)
+    if as_json:
+        print(to_json({"tiers": reply.tiers}))
+    else:
+        render.checks(reply)
+    return not any(tier.num_bad or tier.num_missing or tier.trouble for tier in reply.tiers)
+
+
 def sessions(client: Client, *, as_json: bool) -> None:
     """List who is attached."""
     reply = client.status()

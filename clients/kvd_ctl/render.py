@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from kvd_client import Layout, StatusReply, format_bytes
+from kvd_client import Layout, StatusReply, TierStatus, VerifyReply, format_bytes
 from kvd_ctl.notation import format_duration
 
 # A table that is piped is as wide as what it has to say.
 PIPED_WIDTH = 10_000
 REVISION_CHARACTERS = 12
 # On a narrow terminal these columns are folded, and no other: what people chose can be long.
-FOLDED = {"client", "owner", "sequence", "model", "salt", "adapter", "positions", "layout"}
+FOLDED = {
+    "client",
+    "owner",
+    "sequence",
+    "model",
+    "salt",
+    "adapter",
+    "positions",
+    "layout",
+    "trouble",
+}
 
 # What is printed are names of others: nothing in them is markup.
 console = Console(
@@ -31,16 +43,79 @@ def status(reply: StatusReply) -> None:
         f"{reply.endpoint}"
     )
     for tier in reply.tiers:
-        backed, capacity = format_bytes(tier.backed_bytes), format_bytes(tier.capacity_bytes)
-        console.print(f"{tier.name} tier: {backed} of {capacity} backed")
-        rows = [{"state": state, "pages": count} for state, count in tier.pages.items() if count]
-        table(f"pages of {tier.name}", rows)
+        _tier(tier)
     num_leases = sum(session.num_leases for session in reply.sessions)
     console.print(
         f"namespaces: {len(reply.namespaces)}; sessions: {len(reply.sessions)}; "
         f"leases: {num_leases}"
     )
     _counters(Counter(reply.counters))
+
+
+def _tier(tier: TierStatus) -> None:
+    used, capacity = format_bytes(tier.used_bytes), format_bytes(tier.capacity_bytes)
+    blocks = f", {tier.num_blocks} blocks" if tier.kind == "store" else ""
+    trouble = f"; trouble: {printable(tier.trouble)}" if tier.trouble else ""
+    console.print(f"{tier.name} tier: {used} of {capacity} used{blocks}{trouble}")
+    if tier.kind == "memory":
+        rows = [{"state": state, "pages": count} for state, count in tier.pages.items() if count]
+        table(f"pages of {tier.name}", rows)
+
+
+def tiers(every: Sequence[TierStatus]) -> None:
+    """What each tier holds, what waits for it, and how it fares."""
+    table(
+        "tiers",
+        [
+            {
+                "tier": tier.name,
+                "kind": tier.kind,
+                "blocks": tier.num_blocks,
+                "used": format_bytes(tier.used_bytes),
+                "usable": format_bytes(tier.usable_bytes),
+                "capacity": format_bytes(tier.capacity_bytes),
+                "survives": "yes" if tier.survives else "no",
+                "waiting": format_bytes(tier.waiting_bytes) if tier.waiting_bytes else "",
+                "failed\nwrites": tier.write_failures or "",
+                "failed\nreads": tier.read_failures or "",
+                "trouble": tier.trouble,
+            }
+            for tier in every
+        ],
+    )
+
+
+def checks(reply: VerifyReply) -> None:
+    """What was found in each tier."""
+    table(
+        "blocks",
+        [
+            {
+                "tier": tier.name,
+                "blocks": tier.num_blocks,
+                "checked": tier.num_checked,
+                "bad": tier.num_bad,
+                "missing": tier.num_missing,
+                "trouble": tier.trouble,
+            }
+            for tier in reply.tiers
+        ],
+    )
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[VerifyReply], None]]:
+    """A bar on the terminal, if there is one, for as long as it is told how far it has come."""
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task(title, total=None)
+
+        def tell(reply: VerifyReply) -> None:
+            total = sum(tier.num_blocks for tier in reply.tiers)
+            bar.update(task, total=total, completed=sum(tier.num_checked for tier in reply.tiers))
+
+        yield tell
 
 
 def _counters(counters: Counter[str]) -> None:
@@ -54,6 +129,12 @@ def _counters(counters: Counter[str]) -> None:
         f"blocks: committed {counters['blocks_committed']}, "
         f"duplicate {counters['blocks_duplicate']}, evicted {counters['blocks_evicted']}, "
         f"dropped {counters['blocks_dropped']}; pages: quarantined {counters['pages_quarantined']}"
+    )
+    console.print(
+        f"between tiers: copied down {counters['blocks_demoted']}, "
+        f"up {counters['blocks_promoted']}, lost before a copy {counters['pressure_drops']}; "
+        f"verified {counters['blocks_verified']}, bad {counters['checksum_failures']}, "
+        f"missing {counters['blocks_missing']}"
     )
     console.print(
         f"requests: {counters['requests']}, refused {counters['errors']}, "

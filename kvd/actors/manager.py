@@ -581,12 +581,38 @@ class Manager:
 
     # --- status ---
 
-    def tier_status(self) -> TierStatus:
+    def tier_status(self) -> tuple[TierStatus, ...]:
+        """All tiers, the fastest first."""
+        return (self._memory_status(), *map(self._store_status, self._stores))
+
+    def _memory_status(self) -> TierStatus:
+        capacity_bytes = self.state.memory.capacity_bytes
+        backed_bytes = sum(arena.backed_bytes for arena in self.arenas.values())
         return TierStatus(
             self._tier.tier.name,
-            self.state.memory.capacity_bytes,
-            sum(arena.backed_bytes for arena in self.arenas.values()),
+            capacity_bytes,
+            backed_bytes,
             self.state.memory.pages_by_state(),
+            num_blocks=sum(space.tree.num_blocks for space in self.state.namespaces.values()),
+            used_bytes=backed_bytes,
+            usable_bytes=capacity_bytes,
+            survives=self._tier.tier.survives,
+        )
+
+    def _store_status(self, actor: StoreActor) -> TierStatus:
+        return TierStatus(
+            actor.tier.name,
+            actor.tier.capacity_bytes,
+            actor.used_bytes,
+            {},
+            kind="store",
+            num_blocks=self.state.stores.num_blocks(actor.state),
+            used_bytes=actor.used_bytes,
+            usable_bytes=actor.tier.usable_bytes,
+            survives=actor.tier.survives,
+            trouble=actor.trouble,
+            waiting_bytes=self.state.stores.num_unsaved_bytes(actor.state),
+            **actor.counters,
         )
 
     def namespace_status(self) -> tuple[NamespaceStatus, ...]:

@@ -170,9 +170,11 @@ class Mover:
 
     async def _save_all(self, actor: StoreActor) -> None:
         stores = self._state.stores
+        await actor.settle()  # a new layout's store is being made, perhaps
         waiting = stores.waiting(actor.state)
         while waiting := stores.still_waiting(actor.state, waiting):
-            if not await self._demote_some(actor):
+            # What another one had begun meanwhile may have been all.
+            if not await self._demote_some(actor) and stores.still_waiting(actor.state, waiting):
                 raise TierFailed(
                     f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
@@ -270,7 +272,7 @@ class Mover:
                 self._manager.carry_out(self._state.commit(lease, first, pages[:good], rows).plan)
                 self._state.counters["blocks_promoted"] += good
             if good < len(keys):
-                self._remove(space, tokens[: (first + good + 1) * width], copies[good])
+                self.remove(space, tokens[: (first + good + 1) * width], copies[good])
         return True
 
     # --- checksums ---
@@ -314,6 +316,7 @@ class Mover:
         pages, sums, generations = pages[is_same], sums[is_same], generations[is_same]
         is_same = there.table.generations(pages) == generations
         is_good = there.table.checksums(pages) == sums
+        self._state.counters["blocks_verified"] += len(pages)
         arena.unverified.difference_update(pages[is_same & is_good].tolist())
         bad = pages[is_same & ~is_good].tolist()
         for page in bad:
@@ -330,9 +333,9 @@ class Mover:
             parts.append(records[page]["rows"].tobytes()[:width])
             page = int(records[page]["parent"])
         if page == NO_PARENT and (space := self._state.namespaces.get(number)):
-            self._remove(space, b"".join(reversed(parts)), Copy.BAD)
+            self.remove(space, b"".join(reversed(parts)), Copy.BAD)
 
-    def _remove(self, space: Namespace, tokens: Tokens, copy: Copy) -> None:
+    def remove(self, space: Namespace, tokens: Tokens, copy: Copy) -> None:
         """A block is not what it was, or is not there; it goes with all that follows it."""
         plan = self._state.remove(space, tokens)
         if plan and copy is Copy.BAD:

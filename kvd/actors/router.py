@@ -41,6 +41,8 @@ from kvd.protocol.messages import (
     AnyRequest,
     AttachReply,
     AttachRequest,
+    CheckpointReply,
+    CheckpointRequest,
     DetachRequest,
     DoneReply,
     ErrorReply,
@@ -52,6 +54,8 @@ from kvd.protocol.messages import (
     SessionStatus,
     StatusReply,
     StatusRequest,
+    VerifyReply,
+    VerifyRequest,
 )
 from kvd.telemetry import request_span
 
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
+    from kvd.actors.scrubber import Scrubber
     from kvd.actors.sequences import Sequences
     from kvd.cache.leases import Lease
     from kvd.config import Config
@@ -76,7 +81,13 @@ ATTACH_PAUSE_SECONDS = 0.001
 # So many requests of one connection wait here; more wait where they are sent.
 QUEUED_REQUESTS = 16
 
-_WITHOUT_SESSION = (AttachRequest, StatusRequest, LeasesRequest)
+_WITHOUT_SESSION = (
+    AttachRequest,
+    StatusRequest,
+    LeasesRequest,
+    CheckpointRequest,
+    VerifyRequest,
+)
 
 
 class Router:
@@ -92,12 +103,15 @@ class Router:
         manager: Manager,
         mover: Mover,
         sequences: Sequences,
+        scrubber: Scrubber,
         sessions: SessionTable,
         epoch: int,
         header: Path,
     ) -> None:
         self._config = config
         self._manager = manager
+        self._mover = mover
+        self._scrubber = scrubber
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
         self._verbs = Verbs(
@@ -112,6 +126,8 @@ class Router:
         self._stirred = anyio.Event()
         self._attaching: deque[tuple[bytes, AttachRequest]] = deque()
         self._knocked = anyio.Event()
+        self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
+        self._wanted = anyio.Event()
         self._is_closing = False
 
     # --- life ---
@@ -128,6 +144,7 @@ class Router:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._sweep)
                     tasks.start_soon(self._attach_in_turn)
+                    tasks.start_soon(self._checkpoint)
                     task_status.started()
                     await self._start_later(tasks)
                     tasks.cancel_scope.cancel()
@@ -231,6 +248,10 @@ class Router:
                 self._send(identity, self._status(request))
             case LeasesRequest():
                 self._send(identity, self._leases(request))
+            case VerifyRequest():
+                self._send(identity, self._verify(request))
+            case CheckpointRequest():
+                self._want_checkpoint(identity, request)
             case DetachRequest():
                 self._end(self._sessions.get(identity))
                 self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
@@ -382,7 +403,39 @@ class Router:
             self._manager.free_earlier(self._sessions.earlier)
             await anyio.sleep(self._config.sessions.sweep_seconds)
 
-    # --- status ---
+    # --- what operators ask ---
+
+    def _want_checkpoint(self, identity: bytes, request: CheckpointRequest) -> None:
+        if len(self._checkpointing) >= (most := self._config.limits.session_waiting):
+            raise LimitExceeded(f"{most} checkpoints are waited for already")
+        self._checkpointing.append((identity, request))
+        self._wanted.set()
+
+    async def _checkpoint(self) -> None:
+        """One after the other, each for all who asked before it began."""
+        while True:
+            await self._wanted.wait()
+            self._wanted = anyio.Event()
+            asked, self._checkpointing = self._checkpointing, []
+            try:
+                num_blocks = await self._mover.checkpoint()
+            except KvdError as error:
+                for identity, request in asked:
+                    self._refuse(identity, request.id, error)
+            except Exception:
+                for identity, request in asked:
+                    self._fail(identity, request)
+            else:
+                for identity, request in asked:
+                    reply = CheckpointReply(id=request.id, epoch=self._epoch, num_blocks=num_blocks)
+                    self._send(identity, reply)
+            self._loop.call_soon(self._drain)
+
+    def _verify(self, request: VerifyRequest) -> VerifyReply:
+        last = self._scrubber.verify(start=request.start)
+        return VerifyReply(
+            id=request.id, epoch=self._epoch, tiers=tuple(last.tiers), is_done=last.is_done
+        )
 
     def _status(self, request: StatusRequest) -> StatusReply:
         return StatusReply(
@@ -392,7 +445,7 @@ class Router:
             pid=os.getpid(),
             endpoint=self._config.resolved_endpoint,
             uptime_seconds=round(time.monotonic() - self._started, 3),
-            tiers=(self._manager.tier_status(),),
+            tiers=self._manager.tier_status(),
             namespaces=self._manager.namespace_status(),
             sessions=tuple(self._session_status(session) for session in self._sessions),
             counters=dict(self.counters) | dict(self._manager.state.counters),

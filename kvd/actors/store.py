@@ -65,6 +65,8 @@ class StoreActor:
         self.trouble = ""
         self.is_off = False
         self.counters = {"write_failures": 0, "read_failures": 0}
+        # Asked for in the writer's thread: of a disk that hangs, status still tells.
+        self.used_bytes = 0
         self._changed = changed
         self._stores: dict[Layout, Store] = {}
         self._unprepared: dict[bytes, NamespaceInfo] = {}
@@ -80,7 +82,7 @@ class StoreActor:
     async def open(self, epoch: int) -> None:
         """Begin; where the tier cannot be opened, without it. Raises AlreadyRunning."""
         try:
-            await anyio.to_thread.run_sync(self.tier.open, epoch)
+            await anyio.to_thread.run_sync(self._measured, self.tier.open, epoch)
         except TierFailed as error:
             self.switch_off(error)
             return
@@ -149,9 +151,13 @@ class StoreActor:
             raise job.error
         return job.result
 
+    async def settle(self) -> None:
+        """When it returns, all that was submitted before is done, or has failed."""
+        await self.submit(lambda: None).done.wait()
+
     async def _do(self, job: Job) -> None:
         try:
-            job.result = await anyio.to_thread.run_sync(job.function, *job.args)
+            job.result = await anyio.to_thread.run_sync(self._measured, job.function, *job.args)
             if job.then is not None:
                 job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
@@ -162,6 +168,11 @@ class StoreActor:
             self._note(job.error, reads=False)
         finally:
             job.done.set()
+
+    def _measured(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        result = function(*args)
+        self.used_bytes = sum(store.used_bytes for store in self.tier.stores())
+        return result
 
     async def read(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Have something read, beside the writer. Raises TierFailed."""
@@ -204,6 +215,7 @@ class StoreActor:
     def _know(self, store: Store) -> None:
         self._stores[store.layout] = store
         self.state.record_bytes[store.layout] = store.record_bytes
+        self.state.usable_bytes = self.tier.usable_bytes
 
     def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
         """Have blocks forgotten, which may be on their way or not be there."""

@@ -352,6 +352,22 @@ class StatusRequest(Request, frozen=True, tag="status"):
     """How the daemon stands."""
 
 
+class CheckpointRequest(Request, frozen=True, tag="checkpoint"):
+    """Copy down all that a tier that survives shall have and has not; answered when it is synced.
+
+    It goes on when its deadline is over. Those that ask meanwhile are answered by the next one.
+    """
+
+
+class VerifyRequest(Request, frozen=True, tag="verify"):
+    """Compare all blocks with their checksums; answered at once by how far that has come.
+
+    To `start`, a round begins, unless one is under way.
+    """
+
+    start: bool = False
+
+
 AnyRequest: TypeAlias = (
     AttachRequest
     | HeartbeatRequest
@@ -377,6 +393,8 @@ AnyRequest: TypeAlias = (
     | ResumeRequest
     | SequencesRequest
     | DiscardRequest
+    | CheckpointRequest
+    | VerifyRequest
 )
 
 
@@ -615,12 +633,25 @@ class DiscardReply(Reply, frozen=True, tag="discarded"):
 
 
 class TierStatus(Struct, frozen=True):
-    """One tier: bytes, and its pages by state over all layouts."""
+    """One tier, of kind "memory" or "store": bytes, and its pages by state over all layouts.
+
+    `used_bytes` are really taken, `usable_bytes` what blocks may take. A store that fails has its
+    `trouble` in words; `waiting_bytes` are blocks in memory that it shall have and has not yet.
+    """
 
     name: str
     capacity_bytes: int
     backed_bytes: int
     pages: dict[str, int]
+    kind: str = "memory"
+    num_blocks: int = 0
+    used_bytes: int = 0
+    usable_bytes: int = 0
+    survives: bool = False
+    trouble: str = ""
+    write_failures: int = 0
+    read_failures: int = 0
+    waiting_bytes: int = 0
 
 
 class NamespaceStatus(Struct, frozen=True, omit_defaults=True):
@@ -681,6 +712,33 @@ class StatusReply(Reply, frozen=True, tag="status"):
     counters: dict[str, int]
 
 
+class CheckpointReply(Reply, frozen=True, tag="checkpointed"):
+    """So many blocks were copied for it; what was there before, survives too."""
+
+    num_blocks: int
+
+
+class TierCheck(Struct, frozen=True):
+    """Of a tier's blocks when the round began: how many were looked at, bad and not there.
+
+    `trouble` says in words why it was left before its end.
+    """
+
+    name: str
+    num_blocks: int
+    num_checked: int = 0
+    num_bad: int = 0
+    num_missing: int = 0
+    trouble: str = ""
+
+
+class VerifyReply(Reply, frozen=True, tag="verified"):
+    """How far the last round has come; no tiers where there was none."""
+
+    tiers: tuple[TierCheck, ...]
+    is_done: bool
+
+
 AnyReply: TypeAlias = (
     ErrorReply
     | DoneReply
@@ -699,4 +757,6 @@ AnyReply: TypeAlias = (
     | ResumeReply
     | SequencesReply
     | DiscardReply
+    | CheckpointReply
+    | VerifyReply
 )

@@ -1,14 +1,17 @@
-"""One daemon for the tests of a module, each with a namespace of its own."""
+"""One daemon for the tests of a module, each with a namespace of its own; or parts of one, here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvd.testing.daemons import running_daemon
+from tests.actors.stored import running
 from tests.actors.wire import Wire
+from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import eventually, settings
 
 if TYPE_CHECKING:
@@ -58,3 +61,9 @@ def join(connect: Callable[[], Wire], request: pytest.FixtureRequest) -> Callabl
 @pytest.fixture
 def wire(join: Callable[[], Wire]) -> Wire:
     return join()
+
+
+@pytest.fixture
+def start(shm: Path) -> Callable[..., Any]:  # noqa: F811
+    """Starts memory and a store in this process: `async with start() as cache`."""
+    return lambda *args: running(shm, *args)

@@ -92,7 +92,7 @@ class Cache:
         self.manager.release(lease.session, [lease.id])
 
     def counts(self) -> dict[str, int]:
-        return {k: v for k, v in self.manager.tier_status().pages.items() if v}
+        return {k: v for k, v in self.manager.tier_status()[0].pages.items() if v}
 
 
 @asynccontextmanager

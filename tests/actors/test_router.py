@@ -14,6 +14,8 @@ from kvd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
     AttachRequest,
+    CheckpointReply,
+    CheckpointRequest,
     CloseRequest,
     CommitItem,
     CommitReply,
@@ -43,6 +45,8 @@ from kvd.protocol.messages import (
     StatusRequest,
     StoreRequest,
     UnpinRequest,
+    VerifyReply,
+    VerifyRequest,
 )
 from kvd.testing.daemons import running_daemon
 from tests.actors.wire import Wire, failed, numbers, packed, refused, soon
@@ -737,3 +741,13 @@ def test_status_tells_how_everything_stands(wire: Wire, daemon: RunningDaemon) -
     (space,) = (one for one in status.namespaces if one.namespace == wire.namespace)
     assert (space.model, space.num_blocks, space.num_nodes) == ("model", 4, 1)
     assert (wire.me().num_leases, wire.me().num_reserved, wire.me().maps) == (1, 2, True)
+
+
+def test_operators_ask_without_a_session(connect: Connect) -> None:
+    wire = connect()
+    assert isinstance(wire.ask(CheckpointRequest(id=1)), CheckpointReply)
+    last = wire.ask(VerifyRequest(id=2))
+    begun = wire.ask(VerifyRequest(id=3, start=True))
+    assert isinstance(last, VerifyReply)
+    assert isinstance(begun, VerifyReply)
+    assert (last.tiers, last.is_done, begun.is_done) == ((), True, False)

@@ -305,7 +305,7 @@ class Wire:
         return reply
 
     def pages(self) -> dict[str, int]:
-        (tier,) = self.status().tiers
+        tier = self.status().tiers[0]
         return {state: count for state, count in tier.pages.items() if count}
 
     def me(self) -> SessionStatus:

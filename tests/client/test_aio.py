@@ -109,6 +109,15 @@ def test_each_loop_and_thread_has_its_client(
     assert right == [True] * 4
 
 
+async def test_an_operator_asks_for_checkpoints_and_verifications(
+    engine: AsyncClient, kv: AsyncNamespace
+) -> None:
+    assert await cycle(kv, TOKENS)
+    assert await engine.checkpoint() == 0
+    (memory,) = (await engine.verify()).tiers
+    assert (memory.num_bad, memory.num_missing) == (0, 0)
+
+
 async def test_a_slow_call_hinders_no_other_task(kv: AsyncNamespace) -> None:
     all_of_it = await kv.match([], reserve_tokens=128 * BLOCK)
     slow = asyncio.create_task(kv.match(TOKENS, reserve_tokens=BLOCK))

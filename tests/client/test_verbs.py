@@ -266,6 +266,15 @@ def test_an_operator_pins_and_drops_by_number(namespace: Namespace, client: Clie
     assert client.unpin(owner="operator") == 0
 
 
+def test_without_a_store_nothing_is_copied_and_memory_is_verified(
+    namespace: Namespace, client: Client
+) -> None:
+    store(namespace, TOKENS)
+    assert client.checkpoint() == 0
+    (memory,) = eventually(lambda: (tiers := client.verify().tiers)[0].num_checked and tiers)
+    assert (memory.name, memory.num_bad, memory.num_missing) == ("host", 0, 0)
+
+
 def test_leases_are_listed(namespace: Namespace, client: Client) -> None:
     lease = namespace.match(TOKENS, reserve_tokens=16)
     reply = client.leases(limit=1)

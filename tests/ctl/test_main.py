@@ -17,8 +17,22 @@ from tests.e2e.support import settings
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
 
-COMMANDS = ["ping", "status", "sessions", "namespaces", "leases", "pins", "pin", "unpin", "drop"]
-COMMANDS += ["sequences", "discard"]
+COMMANDS = [
+    "ping",
+    "status",
+    "tiers",
+    "checkpoint",
+    "verify",
+    "sessions",
+    "namespaces",
+    "leases",
+    "pins",
+    "pin",
+    "unpin",
+    "drop",
+    "sequences",
+    "discard",
+]
 
 
 def complaint(done: Done) -> str:

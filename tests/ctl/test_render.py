@@ -21,6 +21,7 @@ TOKENS = tokens_of(1, 4)
     ("command", "told"),
     [
         ("status", r"^committed +\d"),
+        ("tiers", r"^host +memory +\d"),
         ("sessions", r"^[0-9a-f]{16} an-engine"),
         ("namespaces", r" organization/Model-3.1-8B-Instruct f{12} team "),
         ("leases", r"^[0-9a-f]{16} an-engine"),

@@ -113,7 +113,7 @@ def holds(lease: Lease, tokens: Sequence[int], stop: int | None = None) -> bool:
 
 def pages(client: Client) -> dict[str, int]:
     """How many pages are in each state, where there are some."""
-    (tier,) = client.status().tiers
+    tier = client.status().tiers[0]
     return {state: count for state, count in tier.pages.items() if count}
 
 

@@ -61,7 +61,8 @@ class Facts:
         """Learn every field of a reply and of its parts."""
         if isinstance(value, msgspec.Struct):
             fields = msgspec.structs.asdict(value)
-            self.learn(**{name: one for name, one in fields.items() if not isinstance(one, dict)})
+            unlearnt = dict | msgspec.UnsetType
+            self.learn(**{k: one for k, one in fields.items() if not isinstance(one, unlearnt)})
             value = tuple(fields.values())
         if isinstance(value, tuple):
             if value and isinstance(value[0], Run):

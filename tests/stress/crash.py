@@ -44,7 +44,7 @@ MAX_READ = 200
 
 def crash(stress: Stress) -> None:
     """Host memory outlives the daemon: nothing that was confirmed is lost."""
-    with _crashing(stress, HOST) as crashes:
+    with _crashing(stress, HOST, DISK) as crashes:
         for _ in range(stress.rounds):
             crashes.hear_commits()
             crashes.kill()

@@ -28,7 +28,7 @@ from tests.stress.worker import Worker
 
 SEED = 1
 # Those of PARTS that the daemon stands.
-STOOD = ("clients",)
+STOOD = ("clients", "crash")
 
 
 @pytest.mark.slow
