@@ -162,7 +162,7 @@ def test_memory_follows_the_load_from_one_model_to_the_other_and_back(client: Cl
                     array[:] = seed + space.layout.num_kv_heads
                     del array
                 lease.commit(sequence[lease.num_committed :])
-        (tier,) = client.status().tiers
+        tier, *_ = client.status().tiers
         assert tier.backed_bytes <= tier.capacity_bytes
         with space.match(tokens_of(39, 8)) as lease:
             assert lease.num_tokens == 8 * BLOCK

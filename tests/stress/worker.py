@@ -407,7 +407,7 @@ class Worker:
     def take_stock(self, rng: Random) -> None:
         """The books agree at any time, and no bound is passed."""
         status = self.client.status()
-        (tier,) = status.tiers
+        tier, *_ = status.tiers
         blocks = sum(namespace.num_blocks for namespace in status.namespaces)
         assert blocks == tier.pages["committed"], status
         assert tier.backed_bytes <= tier.capacity_bytes, status
