@@ -109,6 +109,13 @@ def test_each_loop_and_thread_has_its_client(
     assert right == [True] * 4
 
 
+async def test_a_match_is_extended_by_what_another_task_commits(kv: AsyncNamespace) -> None:
+    lease = await kv.match(TOKENS)
+    await cycle(kv, TOKENS)
+    assert await lease.extend() == len(TOKENS)
+    assert holds(lease, TOKENS)
+
+
 async def test_a_slow_call_hinders_no_other_task(kv: AsyncNamespace) -> None:
     all_of_it = await kv.match([], reserve_tokens=128 * BLOCK)
     slow = asyncio.create_task(kv.match(TOKENS, reserve_tokens=BLOCK))
@@ -212,6 +219,14 @@ async def fork(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) 
     (await lease.fork(reserve_tokens=BLOCK)).release()
 
 
+async def extend(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    assert await lease.extend() == 0
+
+
+async def prefetch(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    await namespace.prefetch(tokens)
+
+
 async def reserve(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
     await lease.reserve(32 * BLOCK)
 
@@ -235,7 +250,7 @@ async def status(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]
 
 
 WAITS = [(match, 2), (replace, 1), (fork, 1), (reserve, 1), (commit, 1)]
-WAITS += [(pin, 2), (drop, 1), (status, 1)]
+WAITS += [(extend, 1), (prefetch, 1), (pin, 2), (drop, 1), (status, 1)]
 # Without a mapping there are bytes to wait for.
 WAITS_OF_COPIES = [(match, 4), (replace, 2), (commit, 2)]
 
