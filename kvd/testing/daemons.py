@@ -49,6 +49,7 @@ class RunningDaemon:
         config = parse(document)
         self.endpoint = config.resolved_endpoint
         self.directory = config.resolved_directory
+        self.data_directory = config.resolved_data_directory
         self.config_path = base / "kvd.toml"
         self.config_path.write_text(to_toml(document))
         self.log_path = base / "kvd.log"
