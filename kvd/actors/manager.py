@@ -397,6 +397,7 @@ class Manager:
         waiter = _Waiter(lease, start, stop, ahead)
         self._waiters.append(waiter)
         self._serve_waiters()
+        self.state.counters["reserves_waited"] += not waiter.done.is_set()
         try:
             with anyio.move_on_after(seconds):
                 await waiter.done.wait()
