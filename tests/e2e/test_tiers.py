@@ -172,6 +172,34 @@ def test_where_only_what_is_reused_is_admitted_the_rest_stays_in_memory() -> Non
         assert found == [len(SEQUENCES[0]), 0, 0, 0]
 
 
+@pytest.mark.parametrize("maps", [True, False], ids=["mapped", "copied"])
+def test_a_lease_is_extended_by_what_was_on_its_way(maps: bool) -> None:
+    tokens = SEQUENCES[0]
+    with (
+        tiers(small()) as (daemon, first),
+        Client(daemon.endpoint, timeout=30.0, maps=maps) as client,
+    ):
+        save_all(first, WIDE.open(first))
+        set_faults(daemon.data_directory, Faults.STUCK)
+        lease = WIDE.open(client).match(tokens, reserve_tokens=4, timeout=0.5)
+        assert (lease.num_tokens, lease.pending_tokens) == (0, len(tokens))
+        reserved = lease.pages.tolist()
+        set_faults(daemon.data_directory, Faults.NONE)
+        assert lease.extend() == lease.num_committed == len(tokens)
+        assert (lease.pending_tokens, lease.pages[16:].tolist()) == (0, reserved)
+        verify(lease, WIDE, tokens)
+
+
+def test_what_was_prefetched_is_there_at_once() -> None:
+    with tiers(small()) as (_, client):
+        namespace = WIDE.open(client)
+        save_all(client, namespace)
+        namespace.prefetch(SEQUENCES[0])
+        eventually(lambda: count(client, "blocks_promoted") == 16)
+        with namespace.match(SEQUENCES[0]) as lease:
+            assert lease.tokens_by_tier == {"host": len(SEQUENCES[0])}
+
+
 # --- a disk that does not ---
 
 
