@@ -20,6 +20,7 @@ from kvd.protocol.errors import (
     LimitExceeded,
     OutOfPages,
     PagesInUse,
+    TierFailed,
     Unsupported,
     VersionMismatch,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "PinResult",
     "Shortage",
     "StatusReply",
+    "TierFailed",
     "Unsupported",
     "VersionMismatch",
     "format_bytes",

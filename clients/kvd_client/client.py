@@ -247,6 +247,8 @@ class Namespace(NamespaceBase):
         """Remove the blocks of these tokens from `from_token` on, and all that follows them.
 
         Without tokens, all of the namespace. Leases keep what they have to themselves; what was
-        computed before is not committed after. Raises DaemonUnavailable, DeadlineExceeded.
+        computed before is not committed after. When it returns no store has any of it, whatever
+        happens then. Raises TierFailed where that cannot be said: nobody finds it any more, and the
+        store forgets it when it works again. Raises DaemonUnavailable, DeadlineExceeded.
         """
         return self._client.run(self._drop(tokens, from_token, extras, timeout))
