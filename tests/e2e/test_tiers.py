@@ -123,6 +123,18 @@ def test_a_working_set_of_three_times_the_memory_is_all_served_and_nobody_waits(
         assert count(client, "reserves_short") == count(client, "pressure_drops") == 0
 
 
+def test_who_computes_does_not_wait_for_what_goes_down() -> None:
+    with tiers(small()) as (_, client):
+        namespace = WIDE.open(client)
+        use_all(namespace)  # memory is full, and given
+        waited, saved = count(client, "reserves_waited"), count(client, "blocks_demoted")
+        for seed in range(100, 150):
+            use(namespace, tuple(tokens_of(seed, 16)))
+        assert count(client, "blocks_demoted") > saved
+        assert count(client, "reserves_waited") == waited
+        assert count(client, "reserves_short") == 0
+
+
 def test_the_files_never_take_more_than_the_capacity() -> None:
     with (
         tiers(small("4MiB")) as (daemon, client),
