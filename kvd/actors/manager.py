@@ -326,6 +326,8 @@ class Manager:
         return self._match(lease, rows)
 
     def _match(self, lease: Lease, rows: bytes) -> Match:
+        if self._config.cache.admission == "reused":
+            self.changed.set()  # what was matched again shall have copies
         return Match(lease, rows, self.state.lacks_more(lease, rows))
 
     def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
