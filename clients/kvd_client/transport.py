@@ -272,11 +272,8 @@ class Connection:
             if events & _POLLIN:
                 self._receive()
             elif self._outbox and events & _POLLOUT:
-                try:
-                    self._socket.send_multipart(self._outbox[0].frames, zmq.NOBLOCK)
-                except zmq.Again:  # the connection was lost just now
-                    continue
                 # In this order an interrupt sends it twice, which does no harm; never not at all.
+                self._socket.send_multipart(self._outbox[0].frames, zmq.NOBLOCK)
                 self._outbox.popleft()
             else:
                 break

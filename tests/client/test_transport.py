@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import zmq
 
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import DaemonUnavailable, KvdError
@@ -154,18 +153,6 @@ def test_every_call_under_way_ends_when_the_daemon_dies(
         daemon.kill()
         assert list(waiting) == ["told"] * 4
     all_of_it.release()
-
-
-def test_a_connection_that_is_lost_while_something_is_sent_is_no_error(
-    client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*_: object) -> None:
-        monkeypatch.undo()
-        raise zmq.Again
-
-    assert namespace.match(TOKENS).is_open
-    monkeypatch.setattr(client.connection._socket, "send_multipart", lost)
-    assert namespace.match(TOKENS).is_open
 
 
 @pytest.mark.parametrize("maps", [True, False], ids=["mapped", "copied"])
