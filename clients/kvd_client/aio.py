@@ -213,6 +213,10 @@ class AsyncLease(LeaseBase):
         """As `Lease.reserve`."""
         await self._client.run(self._reserve(num_tokens, timeout))
 
+    async def extend(self, *, timeout: float | None = None) -> int:
+        """As `Lease.extend`."""
+        return await self._client.run(self._extend(timeout))
+
     async def commit(
         self, tokens: TokenIds, *, extras: ExtraItems = (), timeout: float | None = None
     ) -> int:
@@ -278,6 +282,12 @@ class AsyncNamespace(NamespaceBase):
             self._match(lease, tokens, reserve_tokens, exact_tail, extras, timeout)
         )
         return lease
+
+    async def prefetch(
+        self, tokens: TokenIds, *, extras: ExtraItems = (), timeout: float | None = None
+    ) -> None:
+        """As `Namespace.prefetch`."""
+        await self._client.run(self._prefetch(tokens, extras, timeout))
 
     async def pin(
         self,

@@ -45,6 +45,7 @@ from kvd.protocol.messages import (
     CloseRequest,
     DiscardReply,
     DiscardRequest,
+    DoneReply,
     DropItem,
     DropReply,
     DropRequest,
@@ -59,6 +60,8 @@ from kvd.protocol.messages import (
     PinReply,
     PinRequest,
     PinResult,
+    PrefetchItem,
+    PrefetchRequest,
     ReleaseRequest,
     ResumeReply,
     ResumeRequest,
@@ -71,7 +74,15 @@ from kvd.protocol.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from kvd_client.lease import Binding, LeaseBase, ahead_of, check_tokens, pack_extras, pages_for
+from kvd_client.lease import (
+    Asked,
+    Binding,
+    LeaseBase,
+    ahead_of,
+    check_tokens,
+    pack_extras,
+    pages_for,
+)
 from kvd_client.mirror import Mirror
 from kvd_client.session import (
     Answered,
@@ -495,11 +506,9 @@ class NamespaceBase:
 
         What cannot be is refused at once, before the operation begins.
         """
-        packed, exact_tail = pack_tokens(tokens), bool(exact_tail)
-        if exact_tail:
+        if exact_tail := bool(exact_tail):
             check_rows(self.layout)
-        count = len(packed) // TOKEN_BYTES
-        packed_extras = pack_extras(extras, 0, count)
+        asked = _asked(tokens, extras)
         num_pages = pages_for(reserve_tokens, self.layout)
         # The rows of a tail need a page of the lease's own, the first of a group.
         own = self.layout.group_pages * exact_tail
@@ -511,11 +520,11 @@ class NamespaceBase:
                 item = MatchItem(
                     binding.namespace,
                     lease_id,
-                    count,
+                    asked.num_tokens,
                     reserve=num_pages,
                     ahead=ahead,
                     exact_tail=exact_tail,
-                    extras=packed_extras,
+                    extras=asked.extras,
                 )
                 return MatchRequest(
                     id=self._client.next_id(),
@@ -525,7 +534,27 @@ class NamespaceBase:
                     items=(item,),
                 )
 
-            return lease.begin(binding, request, deadline, packed)
+            return lease.begin(binding, request, deadline, asked)
+
+        return self._unless_away(self._bound(deadline, use))
+
+    def _prefetch(
+        self, tokens: TokenIds, extras: ExtraItems, timeout: float | None
+    ) -> Operation[None]:
+        asked, deadline = _asked(tokens, extras), self._client.deadline(timeout)
+
+        def use(binding: Binding) -> Operation[None]:
+            item = PrefetchItem(binding.namespace, asked.num_tokens, asked.extras)
+            request = PrefetchRequest(
+                id=self._client.next_id(),
+                epoch=binding.session.epoch,
+                deadline_ns=wire(deadline),
+                trace=traceparent(),
+                items=(item,),
+            )
+            yield from self._client.request(
+                binding.session, request, deadline, DoneReply, asked.tokens
+            )
 
         return self._unless_away(self._bound(deadline, use))
 
@@ -592,6 +621,11 @@ def _mapped(reply: OpenReply, layout: Layout, lock: SessionLock) -> MappedArena 
     from kvd.arena.device import MappedDevice  # which needs torch
 
     return MappedDevice(reply.device, *where)
+
+
+def _asked(tokens: TokenIds, extras: ExtraItems) -> Asked:
+    packed = pack_tokens(tokens)
+    return Asked(packed, pack_extras(extras, 0, len(packed) // TOKEN_BYTES))
 
 
 def check_timeout(timeout: float) -> float:

@@ -158,6 +158,17 @@ class Lease(LeaseBase):
         """
         self._client.run(self._reserve(num_tokens, timeout))
 
+    def extend(self, *, timeout: float | None = None) -> int:
+        """Lease what more of the tokens of a match is in memory now; how many are leased then.
+
+        Waits within the timeout while more is on its way. `pages` then has the new blocks behind
+        those that were matched, and behind both what was reserved: other tokens' pages than before,
+        so nothing may have been written to them. Raises BadRequest where something was committed,
+        or copied for an exact tail, PagesInUse while a writable view lives, LeaseEnded,
+        DaemonUnavailable, DeadlineExceeded; after the last, extend again.
+        """
+        return self._client.run(self._extend(timeout))
+
     def commit(
         self, tokens: TokenIds, *, extras: ExtraItems = (), timeout: float | None = None
     ) -> int:
@@ -243,8 +254,9 @@ class Namespace(NamespaceBase):
         """Lease the longest cached prefix of `tokens`, with pages for `reserve_tokens` tokens more.
 
         An engine computes at least one token itself, so it matches `prompt[:-1]`. Pages that could
-        not be had are said in the lease's `shortage`. Without a daemon the lease is a miss, whose
-        `is_open` is False.
+        not be had are said in the lease's `shortage`. What only stores have is brought to memory
+        within the timeout; what is still on its way then is said in `pending_tokens`. Without a
+        daemon the lease is a miss, whose `is_open` is False.
 
         With `exact_tail` the match is exact to the token: rows of a block that agrees only in its
         first tokens are copied into a page of the lease's own, and `num_tokens` counts them, while
@@ -255,6 +267,16 @@ class Namespace(NamespaceBase):
         lease = Lease(self)
         self._client.run(self._match(lease, tokens, reserve_tokens, exact_tail, extras, timeout))
         return lease
+
+    def prefetch(
+        self, tokens: TokenIds, *, extras: ExtraItems = (), timeout: float | None = None
+    ) -> None:
+        """Have what stores hold of these tokens brought to memory, in the background.
+
+        Returns when it has begun. It is a wish: without a daemon, or where very many are on their
+        way, nothing comes of it. Raises BadRequest, LimitExceeded.
+        """
+        self._client.run(self._prefetch(tokens, extras, timeout))
 
     def pin(
         self,
@@ -284,7 +306,9 @@ class Namespace(NamespaceBase):
         """Remove the blocks of these tokens from `from_token` on, and all that follows them.
 
         Without tokens, all of the namespace. Leases keep what they have to themselves; what was
-        computed before is not committed after. Raises DaemonUnavailable, DeadlineExceeded.
+        computed before is not committed after. When it returns no store has any of it, whatever
+        happens then. Raises TierFailed where that cannot be said: nobody finds it any more, and the
+        store forgets it when it works again. Raises DaemonUnavailable, DeadlineExceeded.
         """
         return self._client.run(self._drop(tokens, from_token, extras, timeout))
 

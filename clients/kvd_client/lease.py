@@ -38,6 +38,8 @@ from kvd.protocol.messages import (
     CommitReply,
     CommitRequest,
     DoneReply,
+    ExtendItem,
+    ExtendRequest,
     Extras,
     ForkItem,
     ForkRequest,
@@ -75,6 +77,18 @@ POPULATE_BYTES = 1 << 20
 PIECES_UNDER_WAY = 4
 MAX_TOKENS = 1 << 40
 EXTRA_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a match is of: packed tokens, and what else identifies their positions."""
+
+    tokens: bytes
+    extras: Extras
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
 
 
 class Binding:
@@ -187,6 +201,9 @@ class LeaseBase:
     through read-only views, what is reserved is written through writable ones; after using either
     and before relying on the result, `check()` says whether the pages were still this lease's.
 
+    `tokens_by_tier` says where the matched tokens were when they were asked for. The next
+    `pending_tokens` are in a store and on their way to memory: `extend` leases them.
+
     Not for several threads or tasks at once.
     """
 
@@ -256,7 +273,7 @@ class LeaseBase:
         binding: Binding,
         request: Callable[[int], AnyRequest],
         deadline: float,
-        tokens: bytes | None = None,
+        asked: Asked | None = None,
     ) -> Operation[None]:
         """Stand for a new lease of the daemon, which is requested by its id."""
         core, session = self._client.connection.core, binding.session
@@ -264,10 +281,14 @@ class LeaseBase:
         core.living[lease_id] = None
         try:
             reply = yield from self._client.request(
-                session, request(lease_id), deadline, MatchReply, tokens
+                session,
+                request(lease_id),
+                deadline,
+                MatchReply,
+                asked.tokens if asked else None,
             )
             result = result_of(reply.results)
-            self._stand_for(binding, lease_id, result)
+            self._stand_for(binding, lease_id, result, asked)
             self._client.granted(self)
             yield from self._load(self.pages[: self.num_committed // self.layout.block_size])
             yield from self._take_tail(result)
@@ -279,14 +300,22 @@ class LeaseBase:
             self._client.released(session, lease_id)
             raise
 
-    def _stand_for(self, binding: Binding | None, lease_id: int, result: MatchResult) -> None:
+    def _stand_for(
+        self,
+        binding: Binding | None,
+        lease_id: int,
+        result: MatchResult,
+        asked: Asked | None = None,
+    ) -> None:
         self._populating = _Populating()
         self.num_tokens = self.num_committed = result.num_tokens
         self.tokens_by_tier = result.tokens_by_tier
+        self.pending_tokens = result.pending_tokens
         self.shortage: Shortage | None = result.shortage
         self.pages: Pages = pages_of(result.runs)
         self._binding = binding
         self._id = lease_id
+        self._asked = asked
         self._result = result
         self._num_granted = 0
         # Tokens up to which blocks were named in a commit, whatever became of it.
@@ -334,6 +363,34 @@ class LeaseBase:
 
         with self._ends_with_session():
             yield from fork.begin(binding, request, deadline)
+
+    def _extend(self, timeout: float | None) -> Operation[int]:
+        binding, asked = self._bound(), self._asked
+        is_as_matched = self._num_named == self.num_tokens == self._result.num_tokens
+        if asked is None or not is_as_matched:
+            raise BadRequest("extend: the lease is no match, or no longer what was matched")
+        self._check_unused(self.capacity_tokens)
+        deadline = self._client.deadline(timeout)
+        request = ExtendRequest(
+            id=self._client.next_id(),
+            epoch=binding.session.epoch,
+            deadline_ns=wire(deadline),
+            trace=traceparent(),
+            items=(ExtendItem(self._id, asked.num_tokens, asked.extras),),
+        )
+        reply = yield from self._ask(request, deadline, MatchReply, asked.tokens)
+        result = result_of(reply.results)
+        matched, place = pages_of(result.runs), self.num_tokens // self.layout.block_size
+        self._hold(matched[place:])
+        with self._ends_with_session():
+            yield from self._load(matched[place:])
+        binding.populate_read(matched[place:], self._populating)
+        # What was reserved stands behind what is matched, wherever that ends.
+        self.pages = np.concatenate((matched, self.pages[place:]))
+        self.num_tokens = self.num_committed = self._num_named = result.num_tokens
+        self.tokens_by_tier, self.pending_tokens = result.tokens_by_tier, result.pending_tokens
+        self._result = result
+        return self.num_tokens
 
     def _replace(self, match: Operation[None]) -> Operation[None]:
         """Stand for what is matched, and no more for what it did before."""

@@ -335,19 +335,15 @@ class Manager:
         return self._match(lease, rows)
 
     def _match(self, lease: Lease, rows: bytes) -> Match:
+        if self._config.cache.admission == "reused":
+            self.changed.set()  # what was matched again shall have copies
         return Match(lease, rows, self.state.lacks_more(lease, rows))
 
     def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
         """The answer to a match; `came` are blocks that were read for it, by tier."""
         lease, space = match.lease, match.lease.namespace
         self.state.count_match(lease, len(match.rows) // space.tree.row_bytes)
-        result = self._result(lease)
-        size = space.arena.layout.block_size
-        by_tier = {name: count * size for name, count in (came or {}).items()}
-        if by_tier:
-            rest = sum(result.tokens_by_tier.values()) - sum(by_tier.values())
-            by_tier |= {self._tier.tier.name: rest} if rest > 0 else {}
-            result = msgspec.structs.replace(result, tokens_by_tier=by_tier)
+        result = self._result(lease, came or {})
         if match.lacks_more:
             pending = self.state.num_pending(lease, match.rows)
             result = msgspec.structs.replace(result, pending_tokens=pending)
@@ -359,18 +355,23 @@ class Manager:
         matched = self.state.fork(session, item.lease, source, time.monotonic())
         self.state.counters["forks"] += 1
         self.carry_out(matched.plan)
-        return matched.lease, self._result(matched.lease)
+        return matched.lease, self._result(matched.lease, {})
 
-    def _result(self, lease: Lease) -> MatchResult:
-        num_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
-        resident = num_tokens + (lease.tail.num_tokens if lease.tail else 0)
-        by_tier = {self._tier.tier.name: resident} if resident else {}
+    def _result(self, lease: Lease, came: dict[str, int]) -> MatchResult:
+        size = lease.namespace.arena.layout.block_size
+        num_tokens = lease.num_matched * size
+        rest = num_tokens + (lease.tail.num_tokens if lease.tail else 0)
+        by_tier: dict[str, int] = {}
+        for name, count in came.items():
+            by_tier[name] = min(count * size, rest)  # what came may have gone again
+            rest -= by_tier[name]
+        by_tier[self._tier.tier.name] = rest
         return MatchResult(
             num_tokens,
             runs_of(lease.node.path_pages()[: lease.num_matched]),
             lease.slot,
             lease.generation,
-            tokens_by_tier=by_tier,
+            tokens_by_tier={name: count for name, count in by_tier.items() if count},
             tail=lease.tail,
         )
 
@@ -406,6 +407,7 @@ class Manager:
         waiter = _Waiter(lease, start, stop, ahead)
         self._waiters.append(waiter)
         self.serve_waiters()
+        self.state.counters["reserves_waited"] += not waiter.done.is_set()
         try:
             with anyio.move_on_after(seconds):
                 await waiter.done.wait()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvd.cache.stores import Write
     from kvd.config import CacheConfig
     from kvd.protocol.codec import Tokens
+    from kvd.protocol.keys import BlockKey
     from kvd.tiers.base import TierArena
 
 logger = logging.getLogger(__name__)
@@ -272,8 +273,14 @@ class Mover:
                 self._manager.carry_out(self._state.commit(lease, first, pages[:good], rows).plan)
                 self._state.counters["blocks_promoted"] += good
             if good < len(keys):
-                self.remove(space, tokens[: (first + good + 1) * width], copies[good])
+                self._miss(space, tokens[: (first + good + 1) * width], keys[good], copies[good])
         return True
+
+    def _miss(self, space: Namespace, tokens: Tokens, key: BlockKey, copy: Copy) -> None:
+        """The last block of these tokens could not be read: it goes, if it is only there still."""
+        lacking = self._state.lacking(space, tokens)
+        if lacking is not None and lacking.keys[:1] == [key]:
+            self.remove(space, tokens, copy)
 
     # --- checksums ---
 
@@ -338,7 +345,9 @@ class Mover:
     def remove(self, space: Namespace, tokens: Tokens, copy: Copy) -> None:
         """A block is not what it was, or is not there; it goes with all that follows it."""
         plan = self._state.remove(space, tokens)
-        if plan and copy is Copy.BAD:
+        if not plan:
+            return  # it went meanwhile
+        if copy is Copy.BAD:
             self._state.counters["checksum_failures"] += 1
             logger.error(
                 "reason=checksum a block of %s, %d tokens in, is damaged: it is removed with what "
@@ -346,5 +355,6 @@ class Mover:
                 space.identity.model,
                 len(tokens) // space.tree.row_bytes,
             )
-        self._state.counters["blocks_missing"] += copy is Copy.MISSING
+        else:
+            self._state.counters["blocks_missing"] += 1
         self._manager.carry_out(plan)

@@ -551,7 +551,8 @@ class CacheState:
         lease.num_blocks += len(listed)
         self._take_reserved(lease, listed)
         space.arena.pool.move(pages, PageState.RESERVED, PageState.COMMITTED)
-        self.counters["blocks_committed"] += len(listed)
+        if lease.session != OWN_SESSION:  # the daemon's own are those that come up
+            self.counters["blocks_committed"] += len(listed)
         return Committed(space.arena.id, pages, parent, first_block, tokens, space.id)
 
     # --- ends ---

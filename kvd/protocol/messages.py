@@ -415,7 +415,7 @@ class ErrorReply(Reply, frozen=True, tag="error"):
 
 
 class DoneReply(Reply, frozen=True, tag="done"):
-    """The answer to heartbeat, detach, close, abort, release and store: it is so now."""
+    """The answer to heartbeat, detach, close, abort, release, store and prefetch: it is so now."""
 
 
 class AttachReply(Reply, frozen=True, tag="attach"):

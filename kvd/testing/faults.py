@@ -31,13 +31,18 @@ if TYPE_CHECKING:
     from kvd.tiers.base import Deliver
 
 SWITCH = "faults"
+STUCK_SECONDS = 0.01
 
 
 class Faults(StrEnum):
-    """What is wrong: nothing, something now and then, no room for anything, nothing goes at all."""
+    """What is wrong: nothing, something now and then, no room for anything, nothing goes at all.
+
+    Where it is STUCK, every call waits until something else is wrong, or nothing.
+    """
 
     NONE = "none"
     SOME = "some"
+    STUCK = "stuck"
     FULL = "full"
     GONE = "gone"
 
@@ -76,6 +81,8 @@ class Trouble:
 
     def meet(self, what: str) -> None:
         """Before a call: nothing, a delay, or TierFailed."""
+        while self.faults == Faults.STUCK:
+            time.sleep(STUCK_SECONDS)
         if self.faults == Faults.GONE:
             raise TierFailed(f"{what}: the tier is gone")
         if self._strikes():

@@ -136,6 +136,8 @@ def work(client: Client, namespace: Namespace) -> None:
             second.reserve(2 * len(TOKENS))
             say(client, HeartbeatRequest, leases=tuple(client.connection.core.living))
             client.status()
+            namespace.prefetch(TOKENS)
+            assert second.extend() == len(TOKENS)
             second.abort()
 
 

@@ -13,11 +13,12 @@ import pytest
 from anyio import create_task_group, fail_after
 
 from kvd.actors import manager as manager_module
-from kvd.actors.manager import Manager
+from kvd.actors.manager import Manager, Match
 from kvd.actors.signal import Signal
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import create_header
 from kvd.arena.page_table import table_bytes
+from kvd.arena.runs import runs_of
 from kvd.cache.audit import check
 from kvd.config import CacheConfig, Config
 from kvd.protocol.errors import BadRequest, LeaseEnded, OutOfPages, TierFailed
@@ -121,6 +122,22 @@ async def running(
             actor.close()
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(tier.close)
+
+
+# --- match ---
+
+
+async def test_a_match_says_of_what_came_only_what_it_leased(shm: Path) -> None:  # noqa: F811
+    """Between a promotion and the answer blocks may go again."""
+    async with running(shm / "kvd") as cache:
+        lease = await cache.hold(2)
+        tokens = packed(tokens_of(1, 2))
+        runs = runs_of(lease.granted)
+        cache.manager.commit(1, CommitItem(lease.id, 0, runs, 2 * BLOCK), tokens)
+        match = Match(cache.match(num_blocks=2), tokens, lacks_more=False)
+        assert cache.manager.matched(match).tokens_by_tier == {"host": 8}
+        assert cache.manager.matched(match, {"disk": 1}).tokens_by_tier == {"disk": 4, "host": 4}
+        assert cache.manager.matched(match, {"disk": 9}).tokens_by_tier == {"disk": 8}
 
 
 # --- waiting ---

@@ -30,6 +30,8 @@ from kvd.protocol.messages import (
     DropRequest,
     DropResult,
     ErrorReply,
+    ExtendItem,
+    ExtendRequest,
     Failure,
     ForkItem,
     ForkRequest,
@@ -46,6 +48,8 @@ from kvd.protocol.messages import (
     PinReply,
     PinRequest,
     PinResult,
+    PrefetchItem,
+    PrefetchRequest,
     ReleaseRequest,
     ReserveItem,
     ReserveReply,
@@ -164,8 +168,18 @@ class Wire:
         return reply.namespace
 
     def match(self, lease: int, tokens: list[int], **fields: Any) -> MatchResult | Failure:
+        self.begin_match(lease, tokens, **fields)
+        return self.end_match()
+
+    def begin_match(
+        self, lease: int, tokens: list[int], *, deadline_ns: int = 0, **fields: Any
+    ) -> None:
         item = MatchItem(self.namespace, lease, len(tokens), **fields)
-        reply = self.ask(MatchRequest(**self.envelope(), items=(item,)), tokens)
+        request = MatchRequest(**self.envelope(deadline_ns=deadline_ns), items=(item,))
+        self.send(encode(request), packed(tokens))
+
+    def end_match(self) -> MatchResult | Failure:
+        reply = self.receive()
         assert isinstance(reply, MatchReply), reply
         return reply.results[0]
 
@@ -173,6 +187,21 @@ class Wire:
         result = self.match(lease, tokens, **fields)
         assert isinstance(result, MatchResult), result
         return result
+
+    def extend(self, lease: int, tokens: list[int], **fields: Any) -> MatchResult | Failure:
+        item = ExtendItem(lease, len(tokens))
+        request = ExtendRequest(**self.envelope(**fields), items=(item,))
+        self.send(encode(request), packed(tokens))
+        return self.end_match()
+
+    def extended(self, lease: int, tokens: list[int], **fields: Any) -> MatchResult:
+        result = self.extend(lease, tokens, **fields)
+        assert isinstance(result, MatchResult), result
+        return result
+
+    def prefetch(self, tokens: list[int]) -> AnyReply:
+        item = PrefetchItem(self.namespace, len(tokens))
+        return self.ask(PrefetchRequest(**self.envelope(), items=(item,)), tokens)
 
     def reserve(self, lease: int, start: int, stop: int, **fields: Any) -> ReserveResult | Failure:
         ahead = fields.pop("ahead", 0)

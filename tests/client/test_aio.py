@@ -118,6 +118,13 @@ async def test_an_operator_asks_for_checkpoints_and_verifications(
     assert (memory.num_bad, memory.num_missing) == (0, 0)
 
 
+async def test_a_match_is_extended_by_what_another_task_commits(kv: AsyncNamespace) -> None:
+    lease = await kv.match(TOKENS)
+    await cycle(kv, TOKENS)
+    assert await lease.extend() == len(TOKENS)
+    assert holds(lease, TOKENS)
+
+
 async def test_a_slow_call_hinders_no_other_task(kv: AsyncNamespace) -> None:
     all_of_it = await kv.match([], reserve_tokens=128 * BLOCK)
     slow = asyncio.create_task(kv.match(TOKENS, reserve_tokens=BLOCK))
@@ -221,6 +228,14 @@ async def fork(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) 
     (await lease.fork(reserve_tokens=BLOCK)).release()
 
 
+async def extend(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    assert await lease.extend() == 0
+
+
+async def prefetch(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
+    await namespace.prefetch(tokens)
+
+
 async def reserve(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]) -> None:
     await lease.reserve(32 * BLOCK)
 
@@ -244,7 +259,7 @@ async def status(namespace: AsyncNamespace, lease: AsyncLease, tokens: list[int]
 
 
 WAITS = [(match, 2), (replace, 1), (fork, 1), (reserve, 1), (commit, 1)]
-WAITS += [(pin, 2), (drop, 1), (status, 1)]
+WAITS += [(extend, 1), (prefetch, 1), (pin, 2), (drop, 1), (status, 1)]
 # Without a mapping there are bytes to wait for.
 WAITS_OF_COPIES = [(match, 4), (replace, 2), (commit, 2)]
 

@@ -39,6 +39,8 @@ def test_what_is_no_time_is_refused(
     refuses(lambda t: lease.reserve(1000, timeout=t), timeout)
     refuses(lambda t: lease.commit(TOKENS, timeout=t), timeout)
     refuses(lambda t: lease.fork(timeout=t), timeout)
+    refuses(lambda t: lease.extend(timeout=t), timeout)
+    refuses(lambda t: namespace.prefetch(TOKENS, timeout=t), timeout)
     refuses(client.wait_attached, timeout)
     compute(lease, TOKENS)
 
@@ -81,6 +83,7 @@ def test_what_are_no_tokens_is_refused(namespace: Namespace, lease: Lease, token
     refuses(lease.replace, tokens)
     refuses(lease.commit, tokens)
     refuses(namespace.drop, tokens)
+    refuses(namespace.prefetch, tokens)
     refuses(lambda t: namespace.pin(t, 1.0), tokens)
     write(lease, TOKENS, 0, 16)
     assert lease.commit(TOKENS) == 16

@@ -552,3 +552,8 @@ def test_a_closed_namespace_is_opened_anew_at_its_next_use(
     (status,) = (n for n in client.status().namespaces if n.namespace == number)
     assert (status.num_sessions, status.num_leases) == (0, 0)
     assert namespace.match(range(8)).is_open
+
+
+def test_a_prefetch_without_a_daemon_comes_to_nothing(tmp_path: Path) -> None:
+    with Client(f"ipc://{tmp_path}/nobody.sock", timeout=0.1) as client:
+        client.open(IDENTITY, LAYOUT).prefetch(tokens_of(1, 4))

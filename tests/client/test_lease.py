@@ -146,6 +146,64 @@ def test_a_match_that_falls_short_is_a_lease_with_its_shortage(
     assert len(short.pages) == 0
 
 
+# --- extend ---
+
+
+def test_extend_leases_what_others_committed_since(namespace: Namespace) -> None:
+    store(namespace, TOKENS[:16])
+    lease = namespace.match(TOKENS, reserve_tokens=64)
+    matched, reserved = lease.pages[:4].tolist(), lease.pages[4:].tolist()
+    store(namespace, TOKENS[:48])
+    assert lease.extend() == lease.num_tokens == lease.num_committed == 48
+    assert lease.pages[:4].tolist() == matched
+    assert lease.pages[12:].tolist() == reserved
+    assert lease.tokens_by_tier == {"host": 48}
+    assert holds(lease, TOKENS, 48)
+
+
+def test_an_extended_lease_goes_on_behind_what_it_has(namespace: Namespace) -> None:
+    lease = namespace.match(TOKENS, reserve_tokens=64)
+    store(namespace, TOKENS[:32])
+    lease.extend()
+    with pytest.raises(BadRequest, match="committed"):
+        lease.write_arrays(31, 32)
+    compute(lease, TOKENS)
+    assert holds(lease, TOKENS)
+    with namespace.match(TOKENS) as found:
+        assert found.pages.tolist() == lease.pages[:16].tolist()
+
+
+def test_extend_of_what_is_all_there_changes_nothing(namespace: Namespace) -> None:
+    store(namespace, TOKENS)
+    lease = namespace.match(TOKENS, reserve_tokens=16)
+    before = lease.pages.tolist()
+    assert lease.extend() == lease.extend() == 64
+    assert lease.pages.tolist() == before
+    assert lease.pending_tokens == 0
+
+
+def test_extend_waits_for_writable_views(lease: Lease) -> None:
+    views = lease.write_arrays(60, 64)
+    with pytest.raises(PagesInUse, match="60 to 64"):
+        lease.extend()
+    del views
+    assert lease.extend() == 0
+
+
+def test_only_a_match_behind_which_nothing_is_can_be_extended(
+    namespace: Namespace, lease: Lease
+) -> None:
+    write(lease, TOKENS, 0, 16)
+    lease.commit(TOKENS[:16])
+    with_a_tail = namespace.match(TOKENS[:6], exact_tail=True)
+    for other in (lease, lease.fork(), with_a_tail):
+        with pytest.raises(BadRequest, match="extend"):
+            other.extend()
+    lease.release(keep_tokens=8)
+    with pytest.raises(BadRequest, match="extend"):
+        lease.extend()
+
+
 # --- views ---
 
 
@@ -510,6 +568,7 @@ def test_release_ends_a_lease_once(lease: Lease, client: Client) -> None:
 USES: dict[str, Callable[[Lease], object]] = {
     "check": lambda lease: lease.check(),
     "reserve": lambda lease: lease.reserve(1000),
+    "extend": lambda lease: lease.extend(),
     "read_arrays": lambda lease: lease.read_arrays(0, 1),
     "read_tensors": lambda lease: lease.read_tensors(0, 1),
     "write_arrays": lambda lease: lease.write_arrays(0, 1),

@@ -78,6 +78,14 @@ def test_of_two_who_compute_the_same_the_second_reads_what_is_kept(
     assert holds(lease, TOKENS)
 
 
+def test_what_a_lease_is_extended_by_is_copied(namespace: Namespace, copier: Client) -> None:
+    store(namespace, TOKENS[:8])
+    lease = copier.open(IDENTITY, LAYOUT, salt=namespace.salt).match(TOKENS)
+    store(namespace, TOKENS)
+    assert lease.extend() == len(TOKENS)
+    assert holds(lease, TOKENS)
+
+
 HIDDEN = """
 import ctypes, subprocess
 CLONE_NEWNS = 0x20000

@@ -41,6 +41,18 @@ def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, An
     return {"tiers": [tier], "sessions": SESSIONS, "cache": cache} | sections
 
 
+def with_store(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, Any]:
+    """The same with a small LMDB tier below, which takes all as soon as it is there.
+
+    Its faults can be switched on.
+    """
+    disk = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
+    document = settings(num_pages, **sections)
+    document["tiers"].append({"type": "faulty", "tier": disk})
+    document["cache"] = {"demote_watermark": 1e-6} | document["cache"]
+    return document
+
+
 def capacity_of(num_pages: int, layout: Layout = LAYOUT) -> int:
     """What so many pages take, and the table that is kept of them."""
     return num_pages * layout.page_bytes + table_bytes(layout, 4, num_pages)

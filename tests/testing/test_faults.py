@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,19 @@ def test_a_full_tier_is_read_and_not_written(store: Store, shm: Path) -> None:  
     with pytest.raises(TierFull):
         store.write(records_of([100]))
     expect(store, RECORDS)
+
+
+def test_what_a_stuck_tier_is_asked_is_answered_when_it_is_not(
+    store: Store,
+    shm: Path,  # noqa: F811
+) -> None:
+    set_faults(shm, Faults.STUCK)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read_all, store, KEYS)
+        store.used_bytes  # noqa: B018 - what is known without the disk is said
+        assert not reading.done()
+        set_faults(shm, Faults.NONE)
+        assert len(reading.result()) == len(KEYS)
 
 
 def test_a_tier_that_is_gone_comes_back_as_it_was(store: Store, shm: Path) -> None:  # noqa: F811
