@@ -340,7 +340,7 @@ class LeaseBase:
         source: Any = binding.arena.readable.pages
         own: Any = binding.arena.writable().pages
         rows = slice(tail.num_tokens)
-        own[:, :, result.reserved[0].first, rows] = source[:, :, tail.page, rows]
+        own[result.reserved[0].first, :, :, rows] = source[tail.page, :, :, rows]
         binding.settle()
         # From the next commit on its page may be another's.
         self._hold_only(binding, self.pages)
@@ -718,11 +718,12 @@ class LeaseBase:
 
     def fill_tail(self, rows: memoryview, num_tokens: int) -> None:
         """Take over the rows of the last tokens, where all blocks before them are here."""
-        start = num_tokens - num_tokens % self.layout.block_size
+        first, num_rows = divmod(num_tokens, self.layout.block_size)
+        start = num_tokens - num_rows
         has_blocks = self.num_committed == start and self.num_tokens < num_tokens
         if has_blocks and len(rows) and num_tokens <= self.capacity_tokens:
-            (array,) = self.write_arrays(start, num_tokens)
-            array[:] = np.frombuffer(rows, array.dtype).reshape(array.shape)
+            arena = self._writable(start, num_tokens)
+            arena.write_rows(int(self.pages[first]), num_rows, rows)
             self.num_tokens = num_tokens
 
     def abort(self) -> None:

@@ -273,7 +273,10 @@ class Connection:
                 self._receive()
             elif self._outbox and events & _POLLOUT:
                 # In this order an interrupt sends it twice, which does no harm; never not at all.
-                self._socket.send_multipart(self._outbox[0].frames, zmq.NOBLOCK)
+                try:
+                    self._socket.send_multipart(self._outbox[0].frames, zmq.NOBLOCK)
+                except zmq.Again:
+                    continue  # the daemon went since the socket was asked: now it says otherwise
                 self._outbox.popleft()
             else:
                 break

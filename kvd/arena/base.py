@@ -114,7 +114,15 @@ class Arena:
 
     def rows(self, page: int, num_rows: int) -> bytes:
         """The first rows of a page, in every layer and plane."""
-        return self.page_view(page)[:, :, :num_rows].tobytes()
+        return self._rows(page, num_rows).tobytes()
+
+    def write_rows(self, page: int, num_rows: int, data: memoryview) -> None:
+        """Write what `rows` gave."""
+        there = self._rows(page, num_rows)
+        there[...] = np.frombuffer(data, there.dtype).reshape(there.shape)
+
+    def _rows(self, page: int, num_rows: int) -> Array:
+        return self.page_view(page)[:, :, :num_rows]
 
     def copy_out(self, pages: Pages, out: memoryview) -> None:
         """Copy pages into `out`, one after the other, each as `page_view` has it."""

@@ -84,6 +84,14 @@ class DevicePages:
         """
         return self.layers[:, :, self._places(run)].flatten(2, 3)
 
+    def rows(self, page: int, num_rows: int) -> Tensor:
+        """The first rows of a page, in every layer and plane."""
+        return self.pages_view(Run(page, 1))[0, :, :, :num_rows]
+
+    def write_rows(self, page: int, num_rows: int, data: memoryview) -> None:
+        """Write what `DeviceArena.rows` gave."""
+        _fill(self.rows(page, num_rows), _bytes_of(data).to(self._memory.device))
+
     def pieces(self, slices: range, runs: Runs) -> list[Tensor]:
         """Some slices of pages, as `Arena.slice_views` has them."""
         num_slices = self.layout.num_slices
@@ -92,9 +100,11 @@ class DevicePages:
         places = [self._places(run) for run in runs]
         if self.layout.is_contiguous:
             by_page = self._memory.view(self.num_pages, num_slices, -1)
-            return [by_page[place, slices.start : slices.stop] for place in places]
-        by_slice = self._memory.view(num_slices, self.num_pages, -1)
-        return [by_slice[number, place] for number in slices for place in places]
+            lying = [by_page[place, slices.start : slices.stop] for place in places]
+        else:
+            by_slice = self._memory.view(num_slices, self.num_pages, -1)
+            lying = [by_slice[number, place] for number in slices for place in places]
+        return [piece for one in lying for piece in ([one] if one.is_contiguous() else one)]
 
     def _places(self, run: Run) -> slice:
         # torch would cut a run that is too long.
@@ -146,7 +156,7 @@ class DeviceArena:
         As every copy, it raises TierFailed where the GPU does.
         """
         for index, piece in self._pieces(pages, out):
-            self._copies.to_host(partial(self._by_page.index_select, 0, index), piece)
+            self._copies.to_host(partial(self.pages.pages.index_select, 0, index), piece)
 
     def copy_in(self, pages: Pages, data: memoryview) -> None:
         """Copy what `copy_out` gave into pages."""
@@ -170,7 +180,7 @@ class DeviceArena:
 
     def rows(self, page: int, num_rows: int) -> bytes:
         """The first rows of a page, in every layer and plane."""
-        there = self.pages.pages_view(Run(page, 1))[0, :, :, :num_rows]
+        there = self.pages.rows(page, num_rows)
         out = memoryview(bytearray(there.numel() * there.element_size()))
         self._copies.to_host(partial(_itself, there), _bytes_of(out))
         return bytes(out)
@@ -183,16 +193,13 @@ class DeviceArena:
         self._pages = None
         if self._file is not None:
             self._file.close()
+            self._file.path.unlink(missing_ok=True)
         elif self._device.type != CPU:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
-    @property
-    def _by_page(self) -> Tensor:
-        return self.pages.pages
-
     def _take(self, index: Tensor, data: Tensor) -> None:
-        by_page = self._by_page
+        by_page = self.pages.pages
         by_page[index] = data.view(by_page.dtype).view(len(index), *by_page.shape[1:])
 
     def _pieces(self, pages: Pages, data: memoryview) -> Iterator[tuple[Tensor, Tensor]]:

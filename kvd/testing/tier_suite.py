@@ -31,6 +31,8 @@ from kvd.tiers.base import MemoryTier, Record, Store, StoreTier
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from kvd.tiers.base import TierArena
+
 try:
     import pytest
 except ImportError as error:
@@ -385,9 +387,11 @@ class StoreTierSuite:
 
 
 class MemoryTierSuite:
-    """What a memory tier must do. `capacity_bytes` is what the tests give it."""
+    """What a memory tier must do, for two layouts. `capacity_bytes` is what the tests give it."""
 
     capacity_bytes: ClassVar[int] = 16 << 20
+    # False where an arena has all of its memory from the start.
+    by_extents: ClassVar[bool] = True
 
     @pytest.fixture
     def tier(self, make_tier: MakeMemoryTier, tmp_path: Path) -> Iterator[MemoryTier]:
@@ -395,6 +399,10 @@ class MemoryTierSuite:
         tier.open(1)
         yield tier
         tier.close()
+
+    def backed_bytes(self, arena: TierArena, num_backed: int) -> int:
+        """What an arena has where so many of its pages are backed."""
+        return (num_backed if self.by_extents else arena.num_pages) * arena.layout.page_bytes
 
     def test_nothing_is_touched_before_it_is_opened(
         self, make_tier: MakeMemoryTier, tmp_path: Path
@@ -423,7 +431,7 @@ class MemoryTierSuite:
         assert arena.num_pages % arena.extent_pages == 0
         assert 0 < arena.num_pages * LAYOUT.page_bytes <= self.capacity_bytes
         assert arena.table.num_pages == arena.num_pages
-        assert arena.backed_bytes == 0
+        assert arena.backed_bytes == self.backed_bytes(arena, 0)
 
     def test_a_layout_that_does_not_fit_is_refused(self, tier: MemoryTier) -> None:
         with pytest.raises(BadRequest):
@@ -434,7 +442,7 @@ class MemoryTierSuite:
         size = arena.extent_pages
         arena.back(Run(0, 2 * size))
         arena.unback(Run(size, size))
-        assert arena.backed_bytes == size * LAYOUT.page_bytes
+        assert arena.backed_bytes == self.backed_bytes(arena, size)
 
     def test_copies_go_in_and_come_out(self, tier: MemoryTier) -> None:
         arena = tier.create_arena(LAYOUT, 4)
@@ -451,11 +459,12 @@ class MemoryTierSuite:
         one, other = tier.create_arena(LAYOUT, 4), tier.create_arena(OTHER, 4)
         one.back(Run(0, one.extent_pages))
         assert one.path != other.path
-        assert other.backed_bytes == 0
+        assert other.backed_bytes == self.backed_bytes(other, 0)
 
     def test_a_removed_arena_gives_its_memory_back(self, tier: MemoryTier) -> None:
         for _ in range(3):
             arena = tier.create_arena(LAYOUT, 4)
             arena.back(Run(0, arena.num_pages))
             tier.remove_arena(arena)
-        assert tier.create_arena(LAYOUT, 4).backed_bytes == 0
+        arena = tier.create_arena(LAYOUT, 4)
+        assert arena.backed_bytes == self.backed_bytes(arena, 0)

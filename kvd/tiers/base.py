@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from kvd.arena.page_table import record_bytes
+from kvd.protocol.errors import BadRequest
+from kvd.protocol.units import format_bytes
+
 if TYPE_CHECKING:
     import msgspec
     import numpy as np
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 # What the rows of a block have at most, a token: its id and a digest of what lies beside it.
 MAX_ROW_BYTES = 36
+# What is kept of a page may be this large beside it.
+MAX_RECORD_FRACTION = 0.5
 
 # Told of each record that is found: its place among the keys that were asked for, and its data,
 # which are good until it returns.
@@ -163,6 +169,26 @@ class MemoryTier(Tier):
     @abstractmethod
     def remove_arena(self, arena: TierArena) -> None:
         """Close one arena, of which nobody holds a page, and forget it for good."""
+
+
+def num_pages_within(capacity_bytes: int, layout: Layout, row_bytes: int, extent_pages: int) -> int:
+    """How many pages there is room for, with their table, by whole extents.
+
+    Raises BadRequest where `create_arena` does.
+    """
+    kept_bytes = record_bytes(layout, row_bytes)
+    if kept_bytes > layout.page_bytes * MAX_RECORD_FRACTION:
+        raise BadRequest(
+            f"a page of this layout has {layout.page_bytes} bytes, and {kept_bytes} are kept to "
+            "know of it: raise block_size"
+        )
+    extent_bytes = extent_pages * (layout.page_bytes + kept_bytes)
+    if extent_bytes > capacity_bytes:
+        raise BadRequest(
+            f"an extent of this layout takes {format_bytes(extent_bytes)} of the memory tier, "
+            f"where {format_bytes(capacity_bytes)} are for it: raise its capacity_bytes"
+        )
+    return capacity_bytes // extent_bytes * extent_pages
 
 
 # --- stores ----------------------------------------------------------------------------------

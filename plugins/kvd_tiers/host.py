@@ -16,12 +16,12 @@ from kvd.arena.about import VERSION, About, read_about, write_about
 from kvd.arena.files import boot_id, find_file
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import PageTableFile, record_bytes, table_bytes
+from kvd.arena.page_table import PageTableFile, table_bytes
 from kvd.arena.runs import runs_of
-from kvd.protocol.errors import BadRequest, ConfigError, TierFailed
+from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import MAX_GROUP_PAGES
 from kvd.protocol.units import ByteSize, format_bytes
-from kvd.tiers.base import Adopted, MemoryTier, TierArena
+from kvd.tiers.base import Adopted, MemoryTier, TierArena, num_pages_within
 
 if TYPE_CHECKING:
     from kvd.arena.base import Arena
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
 SUFFIXES = (".arena", ".pages", ".about")
-# What is kept of a page may be this large beside it.
-MAX_RECORD_FRACTION = 0.5
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,19 +160,7 @@ class HostTier(MemoryTier):
 
     def create_arena(self, layout: Layout, row_bytes: int) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, MAX_GROUP_PAGES)
-        kept_bytes = record_bytes(layout, row_bytes)
-        if kept_bytes > layout.page_bytes * MAX_RECORD_FRACTION:
-            raise BadRequest(
-                f"a page of this layout has {layout.page_bytes} bytes, and {kept_bytes} "
-                "are kept to know of it: raise block_size"
-            )
-        num_extents = self.capacity_bytes // (extent_pages * (layout.page_bytes + kept_bytes))
-        if num_extents == 0:
-            raise BadRequest(
-                f"an extent of this layout has {format_bytes(extent_pages * layout.page_bytes)}; "
-                f"the host tier has {format_bytes(self.capacity_bytes)}: raise its capacity_bytes"
-            )
-        num_pages = num_extents * extent_pages
+        num_pages = num_pages_within(self.capacity_bytes, layout, row_bytes, extent_pages)
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.arena"
         about = About(VERSION, boot_id(), layout, row_bytes, num_pages, extent_pages)

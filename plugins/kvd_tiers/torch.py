@@ -11,11 +11,11 @@ import msgspec
 
 from kvd.arena.device import CPU, DeviceArena, check_capacity, find_device, use_plain_segments
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import PageTable, record_bytes, table_bytes
-from kvd.protocol.errors import BadRequest, ConfigError, KvdError, TierFailed
+from kvd.arena.page_table import PageTable, table_bytes
+from kvd.protocol.errors import ConfigError, KvdError, TierFailed
 from kvd.protocol.layout import MAX_GROUP_PAGES
-from kvd.protocol.units import ByteSize, format_bytes
-from kvd.tiers.base import Adopted, MemoryTier, TierArena
+from kvd.protocol.units import ByteSize
+from kvd.tiers.base import Adopted, MemoryTier, TierArena, num_pages_within
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvd.protocol.messages import Run
 
 DEVICE = re.compile(r"cpu|cuda:\d+|(cuda:|GPU-)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# What is kept of a page may be this large beside it.
-MAX_RECORD_FRACTION = 0.5
 
 
 class TorchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,20 +134,8 @@ class TorchTier(MemoryTier):
             raise TierFailed(
                 f"the torch tier has memory for {self._max_arenas} layouts: raise its layouts"
             )
-        kept_bytes = record_bytes(layout, row_bytes)
-        if kept_bytes > layout.page_bytes * MAX_RECORD_FRACTION:
-            raise BadRequest(
-                f"a page of this layout has {layout.page_bytes} bytes, and {kept_bytes} "
-                "are kept to know of it: raise block_size"
-            )
-        extent_bytes = MAX_GROUP_PAGES * (layout.page_bytes + kept_bytes)
         share = self.capacity_bytes // self._max_arenas
-        if share < extent_bytes:
-            raise BadRequest(
-                f"an extent of this layout has {format_bytes(extent_bytes)}; the torch tier has "
-                f"{format_bytes(share)} for each layout: raise its capacity_bytes"
-            )
-        num_pages = share // extent_bytes * MAX_GROUP_PAGES
+        num_pages = num_pages_within(share, layout, row_bytes, MAX_GROUP_PAGES)
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.device"
         arena = TorchTierArena(path, layout, row_bytes, num_pages, self._device)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvd.arena import device
 from kvd.arena.device import DeviceArena, MappedDevice, find_device
 from kvd.arena.membership import SessionLock, create_session_file, is_held
-from kvd.protocol.errors import KvdError, TierFailed
+from kvd.protocol.errors import KvdError, TierFailed, Unsupported
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import DeviceMemory, Run
 
@@ -25,15 +26,26 @@ if TYPE_CHECKING:
     from tests.arena.conftest import Child
 
 LAYOUT = Layout(2, 3, 8, "float16", block_size=4)
+PAGE_FIRST = replace(LAYOUT, order="page_first")
+OPAQUE = replace(LAYOUT, order="opaque", layer_bytes=384, packing="a test's")
 NUM_PAGES = 24
 CPU = torch.device("cpu")
 PAGES = np.array([20, 3, 4, 5, 0, 23])
 SIZE = len(PAGES) * LAYOUT.page_bytes
 
+each_layout = pytest.mark.parametrize(
+    "layout", [LAYOUT, PAGE_FIRST, OPAQUE], ids=lambda layout: layout.order
+)
+
 
 @pytest.fixture
-def arena(shm: Path) -> Iterator[DeviceArena]:
-    with closing(DeviceArena(shm / "arena", LAYOUT, NUM_PAGES, CPU)) as arena:
+def layout() -> Layout:
+    return LAYOUT
+
+
+@pytest.fixture
+def arena(shm: Path, layout: Layout) -> Iterator[DeviceArena]:
+    with closing(DeviceArena(shm / "arena", layout, NUM_PAGES, CPU)) as arena:
         yield arena
 
 
@@ -55,18 +67,39 @@ def session(shm: Path) -> Path:
 @pytest.fixture
 def mapped(arena: DeviceArena, shm: Path, session: Path) -> MappedDevice:
     lock = SessionLock(str(session))
-    return MappedDevice(arena.exported, str(shm / "arena"), LAYOUT, NUM_PAGES, lock)
+    return MappedDevice(arena.exported, str(shm / "arena"), arena.layout, NUM_PAGES, lock)
 
 
 # --- pages and copies ---
 
 
+@each_layout
 def test_pages_lie_as_in_memory_of_the_host(arena: DeviceArena, host: Arena) -> None:
-    assert np.array_equal(arena.pages.pages.view(torch.uint16), host.pages.view(np.uint16))
-    run = arena.pages.run_view(Run(3, 5)).view(torch.uint16)
-    assert np.array_equal(run, host.run_view(Run(3, 5)).view(np.uint16))
+    for tensor, array in (
+        (arena.pages.pages, host.pages),
+        (arena.pages.pages_view(Run(3, 5)), host.pages_view(Run(3, 5))),
+    ):
+        assert tensor.shape == array.shape
+        assert bits_of(tensor) == array.tobytes()
 
 
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return tensor.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_runs_lie_as_in_memory_of_the_host(arena: DeviceArena, host: Arena) -> None:
+    run = arena.pages.run_view(Run(3, 5))
+    assert run.shape == host.run_view(Run(3, 5)).shape
+    assert bits_of(run) == host.run_view(Run(3, 5)).tobytes()
+
+
+@pytest.mark.parametrize("layout", [PAGE_FIRST, OPAQUE], ids=lambda layout: layout.order)
+def test_contiguous_pages_have_no_views_by_layer(arena: DeviceArena) -> None:
+    with pytest.raises(Unsupported, match="take whole pages"):
+        arena.pages.run_view(Run(3, 5))
+
+
+@each_layout
 @pytest.mark.parametrize("pages_at_once", [1, 4, 100])
 def test_pages_are_copied_out_as_from_memory_of_the_host(
     arena: DeviceArena, host: Arena, pages_at_once: int, monkeypatch: pytest.MonkeyPatch
@@ -78,23 +111,17 @@ def test_pages_are_copied_out_as_from_memory_of_the_host(
     assert out == wanted
 
 
+@each_layout
 @pytest.mark.parametrize("pages_at_once", [1, 4, 100])
 def test_what_was_copied_out_is_copied_in_elsewhere(
     arena: DeviceArena, host: Arena, pages_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "STAGE_BYTES", pages_at_once * LAYOUT.page_bytes)
-    data, others = bytearray(SIZE), host.page_view(6).copy()
-    host.copy_out(PAGES, memoryview(data))
-    arena.copy_in(PAGES[::-1].copy(), memoryview(data).toreadonly())
-    assert np.array_equal(host.page_view(23).view(np.uint16), as_page(data, 0))
-    assert np.array_equal(host.page_view(3).view(np.uint16), as_page(data, 4))
-    assert np.array_equal(host.page_view(6).view(np.uint16), others.view(np.uint16))
-
-
-def as_page(data: bytearray, place: int) -> np.ndarray:
-    start = place * LAYOUT.page_bytes
-    bits = np.frombuffer(data[start : start + LAYOUT.page_bytes], np.uint16)
-    return bits.reshape(2, 2, 4, 3, 8)
+    before = host.pages.copy()
+    data = before[PAGES].tobytes()
+    arena.copy_in(PAGES[::-1].copy(), memoryview(data))
+    before[PAGES[::-1]] = before[PAGES]
+    assert host.pages.tobytes() == before.tobytes()
 
 
 def test_no_pages_are_no_copies(arena: DeviceArena) -> None:
@@ -102,15 +129,28 @@ def test_no_pages_are_no_copies(arena: DeviceArena) -> None:
     arena.copy_in(PAGES[:0], memoryview(b""))
 
 
-@pytest.mark.parametrize("number", range(LAYOUT.num_slices))
+@each_layout
+@pytest.mark.parametrize("slices", [range(2), range(1, 2), range(1)])
 def test_slices_are_those_of_memory_of_the_host(
-    arena: DeviceArena, host: Arena, number: int
+    arena: DeviceArena, host: Arena, slices: range
 ) -> None:
-    run = Run(3, 5)
-    assert arena.slice_view(number, run) == host.slice_view(number, run)
-    data = bytes(range(64)) * (run.count * LAYOUT.slice_bytes // 64)
-    arena.write_slice(number, run, memoryview(data))
-    assert host.slice_view(number, run) == data
+    runs = (Run(3, 5), Run(0, 1))
+    assert list(arena.slice_views(slices, runs)) == list(host.slice_views(slices, runs))
+    size = len(slices) * 6 * arena.layout.slice_bytes
+    data = np.random.default_rng(1).bytes(size)
+    arena.write_slices(slices, runs, memoryview(data))
+    assert b"".join(host.slice_views(slices, runs)) == data
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, PAGE_FIRST], ids=lambda layout: layout.order)
+def test_rows_are_those_of_memory_of_the_host(
+    arena: DeviceArena, host: Arena, mapped: MappedDevice
+) -> None:
+    rows, last = arena.rows(7, 3), host.page_view(9)[:, :, 3].tobytes()
+    assert rows == host.rows(7, 3)
+    mapped.writable().write_rows(9, 3, memoryview(rows))
+    assert host.rows(9, 3) == rows
+    assert host.page_view(9)[:, :, 3].tobytes() == last
 
 
 @pytest.mark.parametrize("pages", [[-1], [NUM_PAGES], [0, NUM_PAGES]])
@@ -119,9 +159,9 @@ def test_pages_that_do_not_exist_are_refused(arena: DeviceArena, pages: list[int
     with pytest.raises(IndexError):
         arena.copy_out(np.array(pages), data)
     with pytest.raises(IndexError):
-        arena.slice_view(0, Run(NUM_PAGES - 1, 2))
+        next(arena.slice_views(range(1), [Run(NUM_PAGES - 1, 2)]))
     with pytest.raises(IndexError):
-        arena.slice_view(LAYOUT.num_slices, Run(0, 1))
+        next(arena.slice_views(range(LAYOUT.num_slices + 1), [Run(0, 1)]))
 
 
 # --- the allocation ---
@@ -171,7 +211,7 @@ from kvd.arena.membership import SessionLock
 from kvd.protocol.messages import DeviceMemory
 from tests.arena.test_device import LAYOUT, NUM_PAGES
 mapped = MappedDevice(DeviceMemory("cpu"), sys.argv[1], LAYOUT, NUM_PAGES, SessionLock(sys.argv[2]))
-mapped.writable().pages[:, :, 3] = 7
+mapped.writable().pages[3] = 7
 mapped.settle()
 """
 
@@ -180,8 +220,8 @@ def test_what_one_process_writes_another_reads(
     mapped: MappedDevice, shm: Path, session: Path, child: Callable[..., Child]
 ) -> None:
     assert child(WRITE, shm / "arena", session).ended() == 0
-    assert (mapped.readable.pages[:, :, 3] == 7).all()
-    assert (mapped.readable.pages[:, :, 4] == 0).all()
+    assert (mapped.readable.pages[3] == 7).all()
+    assert (mapped.readable.pages[4] == 0).all()
 
 
 def test_the_root_of_writable_pages_lives_as_long_as_a_tensor_over_them(

@@ -148,6 +148,21 @@ def test_a_page_first_layout_is_reused_to_the_token(
     assert tail[0, :, :, :2].tobytes() == expected[2, :, :, :2].tobytes()
 
 
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_page_first_sequence_is_resumed_to_the_token(
+    maps: bool, client: Client, copier: Client, salt: str
+) -> None:
+    namespace = (client if maps else copier).open(IDENTITY, PAGE_FIRST, salt=salt)
+    with namespace.match([], reserve_tokens=8) as lease:
+        write(lease, TOKENS[:8], 0)
+        written = lease.read_pages(4, 7)[0][0, :, :, :3].tobytes()
+        lease.commit(TOKENS[:4])
+        lease.save("chat", TOKENS[:7])
+    with namespace.resume("chat").lease as lease:
+        assert lease.num_tokens == 7
+        assert lease.read_pages(4, 7)[0][0, :, :, :3].tobytes() == written
+
+
 def test_rows_of_page_first_pages_are_copied(client: Client, salt: str) -> None:
     namespace = client.open(IDENTITY, PAGE_FIRST, salt=salt)
     store(namespace, TOKENS)

@@ -8,15 +8,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import zmq
 
+from kvd.protocol.messages import StatusRequest
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import DaemonUnavailable, KvdError
 from kvd_client.client import Client
+from kvd_client.session import Call
 from tests.e2e.support import (
     BLOCK,
     IDENTITY,
@@ -134,6 +138,50 @@ def test_leases_may_end_wherever_the_collector_runs(client: Client, namespace: N
         gc.set_threshold(*before)
     gc.collect()
     eventually(lambda: [one.num_leases for one in client.status().sessions] == [0])
+
+
+class _Frames(list[bytes]):
+    """Frames that are looked at when the socket was asked, and the daemon is gone since."""
+
+    def __init__(self, frames: list[bytes], daemon: RunningDaemon, client: Client) -> None:
+        super().__init__(frames)
+        self.taken = threading.Event()
+        self._daemon = daemon
+        self._socket = client.connection._socket
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._daemon.kill()
+        eventually(lambda: not self._socket.get(zmq.EVENTS) & zmq.POLLOUT)
+        self.taken.set()
+        return super().__iter__()
+
+
+@pytest.fixture
+def last_call(daemon: RunningDaemon, client: Client) -> Call:
+    """A call under whose sending the daemon dies."""
+    call = Call(StatusRequest(id=client.connection.core.next_id()))
+    call.frames = _Frames(call.frames, daemon, client)
+    return call
+
+
+def test_a_daemon_that_dies_under_a_send_is_one_that_is_gone(
+    daemon: RunningDaemon, client: Client, last_call: Call
+) -> None:
+    client.connection.send(last_call)
+    assert client.connection.wait(last_call, client.deadline(30.0))
+    assert isinstance(last_call.error, DaemonUnavailable)
+    daemon.start()
+    assert client.wait_attached(30.0)
+
+
+def test_a_daemon_that_dies_under_a_send_of_the_keeper_is_found_again(
+    daemon: RunningDaemon, client: Client, last_call: Call
+) -> None:
+    with client.connection._mutex:  # where the collector would leave it to the keeper
+        client.connection.post(last_call)
+    assert cast("_Frames", last_call.frames).taken.wait(30.0)
+    daemon.start()
+    assert client.wait_attached(30.0)
 
 
 def test_every_call_under_way_ends_when_the_daemon_dies(

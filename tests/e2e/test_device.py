@@ -12,11 +12,14 @@ from torch import Tensor
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import LeaseEnded, PagesInUse, Unsupported
 from kvd_client.client import Client
+from tests.client import test_orders as orders
 from tests.e2e.conftest import PROLOGUE
 from tests.e2e.support import (
     BLOCK,
     IDENTITY,
     LAYOUT,
+    LAYOUTS,
+    PAGE_FIRST,
     SESSIONS,
     capacity_of,
     eventually,
@@ -28,6 +31,7 @@ from tests.e2e.support import (
 )
 
 if TYPE_CHECKING:
+    from kvd_client import Layout
     from kvd_client.client import Lease, Namespace
     from tests.arena.conftest import Child
 
@@ -43,7 +47,7 @@ namespace = client.open(IDENTITY, LAYOUT, sys.argv[2])
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
     """One for all these tests, which takes a while to import torch."""
-    tier = {"type": "torch", "device": "cpu", "capacity_bytes": capacity_of(256)}
+    tier = {"type": "torch", "device": "cpu", "capacity_bytes": capacity_of(768), "layouts": 3}
     with running_daemon({"tiers": [tier], "sessions": SESSIONS}) as daemon:
         yield daemon
 
@@ -79,6 +83,32 @@ def read_on_device(lease: Lease, stop: int) -> Tensor:
 
 def holds_on_device(lease: Lease, tokens: list[int]) -> bool:
     return torch.equal(read_on_device(lease, len(tokens)), torch.tensor(kv_of(tokens)))
+
+
+def compute_pages(lease: Lease, tokens: list[int]) -> None:
+    """As `compute_on_device`, by whole pages, which every order has."""
+    start = lease.num_committed
+    lease.reserve(len(tokens))
+    write_pages(lease, tokens, start)
+    lease.commit(tokens[start:])
+
+
+def write_pages(lease: Lease, tokens: list[int], start: int) -> None:
+    data = bytearray(orders.pages_for(tokens, lease.layout))
+    at = start // BLOCK * lease.layout.page_bytes
+    for pages in lease.write_pages(start, len(tokens)):
+        size = pages.numel() * pages.element_size()
+        pages.copy_(torch.frombuffer(data[at : at + size], dtype=pages.dtype).view(pages.shape))
+        at += size
+
+
+def holds_pages(lease: Lease, tokens: list[int]) -> bool:
+    read = [bytes_of(pages) for pages in lease.read_pages(0, len(tokens))]
+    return b"".join(read) == orders.pages_for(tokens, lease.layout)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def test_what_one_process_computes_another_has(
@@ -123,6 +153,36 @@ def test_a_tail_is_copied_on_the_device(namespace: Namespace) -> None:
         assert (lease.num_tokens, lease.num_committed) == (len(TOKENS) - 2, len(TOKENS) - BLOCK)
         compute_on_device(lease, prompt)
         assert holds_on_device(lease, prompt)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.order)
+def test_whole_pages_are_tensors_in_every_order(
+    layout: Layout, client: Client, daemon: RunningDaemon, salt: str
+) -> None:
+    namespace = client.open(IDENTITY, layout, salt)
+    with namespace.match(TOKENS) as lease:
+        compute_pages(lease, TOKENS)
+    with namespace.match(TOKENS) as lease:
+        (pages,) = lease.read_pages(0, len(TOKENS))
+        assert pages.shape == (len(TOKENS) // BLOCK, *layout.page_shape)
+        assert holds_pages(lease, TOKENS)
+    with Client(daemon.endpoint, timeout=30.0, maps=False) as copier:
+        assert orders.holds(copier.open(IDENTITY, layout, salt).match(TOKENS), TOKENS)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, PAGE_FIRST], ids=lambda layout: layout.order)
+def test_a_saved_sequence_goes_on_to_the_token(layout: Layout, client: Client, salt: str) -> None:
+    namespace = client.open(IDENTITY, layout, salt)
+    with namespace.match(TOKENS, reserve_tokens=len(TOKENS)) as lease:
+        write_pages(lease, TOKENS, 0)
+        saved = bytes_of(lease.read_pages(0, len(TOKENS))[0][-1, :, :, :-1])
+        lease.commit(TOKENS[:-BLOCK])
+        lease.save("chat", TOKENS[:-1])
+    with namespace.resume("chat").lease as lease:
+        assert lease.num_tokens == len(TOKENS) - 1
+        assert holds_pages(lease, TOKENS[:-BLOCK])
+        (tail,) = lease.read_pages(len(TOKENS) - BLOCK, len(TOKENS))
+        assert bytes_of(tail[0, :, :, :-1]) == saved
 
 
 def test_rows_are_copied_from_lease_to_lease(namespace: Namespace) -> None:

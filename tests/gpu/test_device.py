@@ -57,16 +57,16 @@ def test_what_is_copied_in_is_copied_out(
 
 def test_a_page_lies_as_its_layout_says(arena: DeviceArena) -> None:
     bits = filled(arena)
-    page = arena.pages.pages[:, :, 37].cpu().contiguous()
+    page = arena.pages.pages[37].cpu().contiguous()
     assert page.view(torch.uint8).numpy().tobytes() == bits[37].tobytes()
 
 
 def test_slices_are_read_and_written(arena: DeviceArena) -> None:
     filled(arena)
     data = bytes(range(256)) * (5 * LAYOUT.slice_bytes // 256)
-    arena.write_slice(3, Run(20, 5), memoryview(data))
-    assert arena.slice_view(3, Run(20, 5)) == data
-    written = arena.pages.slice_of(3, Run(20, 5)).cpu().contiguous()
+    arena.write_slices(range(3, 4), [Run(20, 5)], memoryview(data))
+    assert list(arena.slice_views(range(3, 4), [Run(20, 5)])) == [data]
+    written = arena.pages.layers[1, 1, 20:25].cpu().contiguous()
     assert written.view(torch.uint8).numpy().tobytes() == data
 
 
@@ -127,16 +127,16 @@ def test_one_process_reads_what_another_wrote(
     arena: DeviceArena, session: Path, child: Callable[..., Child]
 ) -> None:
     arena.pages.pages.fill_(0)
-    arena.pages.pages[:, :, 3] = 5
+    arena.pages.pages[3] = 5
     torch.cuda.synchronize()
-    code = "print(bool((mapped.readable.pages[:, :, 3] == 5).all()))\n"
+    code = "print(bool((mapped.readable.pages[3] == 5).all()))\n"
     code += "mapped.writable().run_view(Run(7, 2))[:] = 9\nmapped.settle()\nprint('written')"
     other = child(
         IMPORT + "from kvd.protocol.messages import Run\n" + code, exported(arena), session
     )
     assert (other.says(), other.says()) == ("True", "written")
     assert (arena.pages.run_view(Run(7, 2)) == 9).all()
-    assert (arena.pages.pages[:, :, [6, 9]] == 0).all()
+    assert (arena.pages.pages[[6, 9]] == 0).all()
 
 
 def test_a_process_that_counts_gpus_otherwise_imports_the_same(
@@ -151,9 +151,9 @@ def test_a_process_that_counts_gpus_otherwise_imports_the_same(
 
 def test_many_come_and_go(arena: DeviceArena, session: Path, child: Callable[..., Child]) -> None:
     for number in range(3):
-        code = f"mapped.writable().pages[:, :, {number}] = {number + 1}\nmapped.settle()"
+        code = f"mapped.writable().pages[{number}] = {number + 1}\nmapped.settle()"
         assert child(IMPORT + code, exported(arena), session).ended() == 0
-    assert [int(arena.pages.pages[0, 0, page, 0, 0, 0]) for page in range(3)] == [1, 2, 3]
+    assert [int(arena.pages.pages[page].flatten()[0]) for page in range(3)] == [1, 2, 3]
 
 
 def test_who_imported_is_a_member_until_killed(

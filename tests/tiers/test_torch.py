@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvd.arena.page_table import record_bytes
@@ -16,6 +16,7 @@ from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFai
 from kvd.protocol.layout import MAX_GROUP_PAGES, Layout
 from kvd.protocol.messages import DeviceMemory, Run
 from kvd.protocol.units import ByteSize
+from kvd.testing.tier_suite import MakeMemoryTier, MemoryTierSuite
 from kvd.tiers.registry import load_tier
 from kvd_tiers.torch import TorchConfig, TorchTier
 from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
@@ -28,6 +29,14 @@ GPU = "GPU-00000000-0000-0000-0000-000000000000"
 def make(place: Path, capacity: int = 1 << 20, **config: Any) -> TorchTier:
     config = {"device": "cpu", "capacity_bytes": ByteSize(capacity)} | config
     return TorchTier(TorchConfig(**config), place)
+
+
+class TestTheSuite(MemoryTierSuite):
+    by_extents = False
+
+    @pytest.fixture
+    def make_tier(self) -> MakeMemoryTier:
+        return partial(make, layouts=2)
 
 
 @pytest.fixture
@@ -147,7 +156,7 @@ def test_layouts_have_equal_shares_of_the_capacity(tier: TorchTier) -> None:
     arenas = [tier.create_arena(layout, 4) for layout in (LAYOUT, OTHER)]
     half = tier.capacity_bytes // 2
     for arena in arenas:
-        page_bytes = arena.layout.page_bytes + record_bytes(arena.layout)
+        page_bytes = arena.layout.page_bytes + record_bytes(arena.layout, 4)
         assert arena.num_pages * page_bytes <= half
         assert (arena.num_pages + MAX_GROUP_PAGES) * page_bytes > half
 
@@ -183,12 +192,3 @@ def test_memory_that_is_not_there_is_a_failure(mount: Callable[..., Path]) -> No
 
 def test_clients_are_told_where_the_memory_lies(tier: TorchTier) -> None:
     assert tier.create_arena(LAYOUT, 4).device == DeviceMemory("cpu")
-
-
-def test_pages_are_copied_out_and_in(tier: TorchTier) -> None:
-    arena = tier.create_arena(LAYOUT, 4)
-    data = np.random.default_rng(0).bytes(2 * LAYOUT.page_bytes)
-    arena.copy_in(np.array([7, 3]), memoryview(data))
-    out = bytearray(2 * LAYOUT.page_bytes)
-    arena.copy_out(np.array([3, 7]), memoryview(out))
-    assert out == data[LAYOUT.page_bytes :] + data[: LAYOUT.page_bytes]
