@@ -300,6 +300,16 @@ class ClientBase:
         for namespace in list(self._namespaces):
             namespace.unbind()
 
+    def _leave_others(self, session: Session) -> None:
+        """There is a new session: leases of others are void, and shall keep no page out of use.
+
+        Views of theirs that live keep their mapping, and with it the lock of their session.
+        """
+        for lease in _members(self._leases):
+            lease.leave_others(session)
+        for namespace in _members(self._namespaces):
+            namespace.leave_others(session)
+
     # --- for leases and namespaces ---
 
     @property
@@ -418,7 +428,9 @@ class ClientBase:
         self._pid = os.getpid()
         # By this the daemon knows a first save that is said again; a child's are its own.
         self.saver = secrets.randbits(62) | 1
-        self._connection = Connection(self.endpoint, self.name, maps=self._maps)
+        self._connection = Connection(
+            self.endpoint, self.name, weakref.WeakMethod(self._leave_others), maps=self._maps
+        )
         self._finalizer = weakref.finalize(self, self._connection.close)
 
 
@@ -453,6 +465,12 @@ class NamespaceBase:
         if binding is not None:
             self._client.close_namespace(binding)
 
+    def leave_others(self, session: Session) -> None:
+        """Let go of the mapping for any other session."""
+        if (binding := self._binding) is not None and binding.session is not session:
+            self._binding = None
+            binding.end()
+
     def unbind(self) -> None:
         """Let go of the mapping; views of it that live keep it, and the session's lock with it."""
         self._binding = None
@@ -485,9 +503,9 @@ class NamespaceBase:
         return self._binding
 
     def _arena(self, session: Session, reply: OpenReply) -> MappedArena | MappedDevice | Mirror:
-        if session.lock is not None:
+        if (lock := session.lock) is not None:
             try:
-                return _mapped(reply, self.layout, session.lock)
+                return _mapped(reply, self.layout, lock)
             # A restart meanwhile, no right to it, or no torch.
             except (OSError, KvdError, ImportError) as error:
                 logger.warning("the arena cannot be mapped; blocks are copied instead: %s", error)
@@ -626,6 +644,13 @@ def _mapped(reply: OpenReply, layout: Layout, lock: SessionLock) -> MappedArena 
 def _asked(tokens: TokenIds, extras: ExtraItems) -> Asked:
     packed = pack_tokens(tokens)
     return Asked(packed, pack_extras(extras, 0, len(packed) // TOKEN_BYTES))
+
+
+def _members(those: weakref.WeakSet[T]) -> list[T]:
+    """The members of a set to which other threads may add."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # it changed meanwhile
+            return list(those)
 
 
 def check_timeout(timeout: float) -> float:

@@ -99,12 +99,23 @@ class Binding:
     ) -> None:
         self.session = session
         self.namespace = namespace
-        self.arena = arena
+        self._arena: MappedArena | MappedDevice | Mirror | None = arena
         self._pid = os.getpid()
         self._tensor: torch.Tensor | None = None
         self._least_pages = max(1, POPULATE_BYTES // arena.layout.page_bytes)
         self._read = np.zeros(arena.num_pages, np.bool_)
         self._written = np.zeros(arena.num_pages, np.bool_)
+
+    @property
+    def arena(self) -> MappedArena | MappedDevice | Mirror:
+        """The pages; raises LeaseEnded when the session is over."""
+        if (arena := self._arena) is None:
+            raise LeaseEnded("the lease ended with its session")
+        return arena
+
+    def end(self) -> None:
+        """Let go of the arena, whoever still has this; views of it that live keep the mapping."""
+        self._arena = self._tensor = None
 
     @property
     def is_own(self) -> bool:
@@ -261,8 +272,8 @@ class LeaseBase:
 
         Where they lie on a device, its work is waited for: it may still use them.
         """
-        if self._binding is not None:
-            self._binding.settle()
+        if (binding := self._binding) is not None:
+            binding.settle()
         if not self.is_open:
             raise LeaseEnded("the lease has ended: what was computed with its pages is void")
 
@@ -808,15 +819,29 @@ class LeaseBase:
                 f"a writable view of tokens {held[0].start} to {held[0].stop} is still in use: "
                 "let go of the arrays and tensors first"
             )
-        if self._binding is not None:
-            self._binding.settle()
+        if (binding := self._binding) is not None:
+            binding.settle()
+
+    def leave_others(self, session: Session) -> None:
+        """Let go of the mapping if it is of any other session than this: the lease is over.
+
+        At any moment, by any thread: whoever uses the mapping at that moment has it for itself.
+        """
+        if (binding := self._binding) is not None and binding.session is not session:
+            self._populating.end()
+            self._binding = None
+            binding.end()
 
     def _bound(self) -> Binding:
-        if self._binding is None:
-            raise LeaseEnded("the lease was released, or never had pages (no daemon answered)")
-        if not self._binding.is_own:
+        binding = self._binding
+        if binding is None:
+            raise LeaseEnded(
+                "the lease was released, ended with its session, or never had pages (no daemon "
+                "answered)"
+            )
+        if not binding.is_own:
             raise LeaseEnded("a forked child has no leases of its parent: match anew")
-        return self._binding
+        return binding
 
     def _ask(
         self, request: AnyRequest, deadline: float, kind: type[R], tokens: bytes | None = None

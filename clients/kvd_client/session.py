@@ -55,7 +55,7 @@ MAX_MARGIN_SECONDS = 0.1
 _propagator = TraceContextTextMapPropagator()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Session:
     """One attachment. Its leases hold while `header` still shows its epoch and their generations.
 
@@ -69,6 +69,10 @@ class Session:
     max_request_bytes: int
     header: SharedHeader | None
     lock: SessionLock | None
+
+    def end(self) -> None:
+        """It is over: the lock is held on by mappings alone."""
+        self.lock = None
 
     @property
     def name(self) -> str:
@@ -277,6 +281,7 @@ class Core:
         """The daemon does not know the session: every lease of it is void."""
         assert self.session is not None
         self._previous = self.session.secret
+        self.session.end()
         self.session = None
         self.living.clear()
         self.set_link(Link.ATTACHING)

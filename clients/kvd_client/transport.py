@@ -11,19 +11,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import zmq
 
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import DaemonUnavailable
 from kvd.protocol.messages import DetachRequest
-from kvd_client.session import Call, Core, Link
+from kvd_client.session import Call, Core, Link, Session
 
 if TYPE_CHECKING:
     from kvd_client.lease import LeaseBase
 
 logger = logging.getLogger(__name__)
+
+OnAttach: TypeAlias = Callable[[], Callable[[Session], None] | None]
 
 # While the daemon is away it is looked for this often, and a probe is given up after so long.
 PROBE_SECONDS = 0.1
@@ -35,6 +37,10 @@ MAX_WAIT_SECONDS = 86_400.0
 # As plain ints: pyzmq's own are enums, whose `&` costs more than asking the socket.
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+
+
+def _nobody() -> None:
+    return None
 
 
 class _Waiter:
@@ -94,8 +100,12 @@ class Connection:
     an interrupt between a call of `acquire` and the next line would leave them taken for ever.
     """
 
-    def __init__(self, endpoint: str, name: str, *, maps: bool) -> None:
+    def __init__(
+        self, endpoint: str, name: str, on_attach: OnAttach = _nobody, *, maps: bool
+    ) -> None:
+        """`on_attach` gives who is told of each session, if anybody: it must not wait or ask."""
         path = socket_path(endpoint)
+        self._on_attach = on_attach
         self.core = Core(name, self._link_changed, maps=maps)
         self._mutex = threading.RLock()
         self._reader: _Waiter | None = None
@@ -246,6 +256,9 @@ class Connection:
                 self._keeper.wake()
 
     def _link_changed(self, link: Link) -> None:
+        session, on_attach = self.core.session, self._on_attach()
+        if link is Link.ATTACHED and session is not None and on_attach is not None:
+            on_attach(session)
         self._keeper.wake()
         for wake in self._watching:
             wake()
