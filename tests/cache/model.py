@@ -738,7 +738,7 @@ class Model:
     def admit(self, blocks: list[Block], *, is_new: bool) -> None:
         for store in self.stores:
             names = {block.name for block in blocks} - store.copies - self.coming(store)
-            if store.works and (store.admission == "all" or not is_new):
+            if store.admission == "all" or not is_new:
                 store.wanted |= names
             elif names:
                 store.may_lack = True
@@ -800,9 +800,13 @@ class Model:
         ]
         tier = found[0][0] if found else 0
         names = [name for _, name in takewhile(lambda one: one[0] == tier, found)]
-        return (tier, names) if tier and self.stores[tier - 1].works else None
+        return (tier, names) if tier else None
 
     def fastest(self, name: Name) -> int:
-        """The fastest store that has a block; 0 where none does."""
-        tiers = [tier for tier, store in enumerate(self.stores, 1) if name in store.copies]
+        """The fastest store that works and has a block; 0 where none does."""
+        tiers = (
+            tier
+            for tier, store in enumerate(self.stores, 1)
+            if store.works and name in store.copies
+        )
         return min(tiers, default=0)
