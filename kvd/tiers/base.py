@@ -37,9 +37,9 @@ class Tier(ABC):
     """What every tier has. `survives`: what it holds is there when the daemon starts again."""
 
     Config: ClassVar[type[msgspec.Struct]]
-    survives: ClassVar[bool]
 
     name: str
+    survives: bool
     capacity_bytes: int
 
     @abstractmethod
@@ -69,7 +69,9 @@ class TierArena(ABC):
     Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace`,
     `forget_namespace` and `close` are called from one thread at a time and never on the event loop,
     copies from several at once; those may raise TierFailed. The table is written by the event loop
-    alone.
+    alone; where the tier is in a lower place (`Shelf`), by the thread that writes there.
+
+    Where it survives, what is kept beside `path` in a file with the suffix `.shelf` goes with it.
     """
 
     path: Path
@@ -188,8 +190,9 @@ class Record:
 class Store(ABC):
     """The records of one layout in a store tier; their data have `data_bytes` each.
 
-    `write`, `delete`, `sync` and `write_note` are called from one thread at a time; `read` from
-    several, also while one of those goes on. Every method but `used_bytes` may raise TierFailed.
+    `write`, `delete`, `sync` and `write_note` are called from one thread at a time, which is one
+    for all stores of a tier; `read` from several, also while one of those goes on. Every method but
+    `used_bytes` may raise TierFailed.
     """
 
     layout: Layout
@@ -206,8 +209,9 @@ class Store(ABC):
     def write(self, records: Sequence[Record]) -> None:
         """Keep these records, all of them or none; one whose key is there takes its place.
 
-        When it returns, they are read and survive the daemon; a power loss only after `sync`.
-        Raises TierFull where there is no room: delete some.
+        When it returns, they are read and survive the daemon; a power loss only after `sync`. A
+        kill meanwhile may leave some of them, each whole. Raises TierFull where there is no room:
+        delete some.
         """
 
     @abstractmethod
@@ -232,7 +236,10 @@ class Store(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """When it returns, all that was written and deleted before survives a power loss."""
+        """When it returns, all that was written and deleted before survives a power loss.
+
+        Memory keeps nothing then, and has nothing to do here.
+        """
 
 
 class StoreTier(Tier):

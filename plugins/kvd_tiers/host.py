@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
-SUFFIXES = (".arena", ".pages", ".about")
+SUFFIXES = (".arena", ".pages", ".about", ".shelf")
 # What is kept of a page may be this large beside it.
 MAX_RECORD_FRACTION = 0.5
 
