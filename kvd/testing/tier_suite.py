@@ -148,6 +148,11 @@ class StoreTierSuite:
     def store(self, tier: StoreTier) -> Store:
         return tier.create_store(LAYOUT, LAYOUT.page_bytes)
 
+    @pytest.fixture
+    def _survives(self, make_tier: MakeStoreTier, tmp_path: Path) -> None:
+        if not make_tier(tmp_path, self.capacity_bytes).survives:
+            pytest.skip("what this tier holds ends with it")
+
     def reopened(self, tier: StoreTier, make_tier: MakeStoreTier, directory: Path) -> StoreTier:
         tier.close()
         again = make_tier(directory, self.capacity_bytes)
@@ -174,6 +179,7 @@ class StoreTierSuite:
         with pytest.raises(AlreadyRunning):
             make_tier(tmp_path, self.capacity_bytes).open(2)
 
+    @pytest.mark.usefixtures("_survives")
     def test_it_is_closed_once_or_twice_and_opened_again(
         self, tier: StoreTier, store: Store
     ) -> None:
@@ -331,6 +337,7 @@ class StoreTierSuite:
 
     # --- what survives ---
 
+    @pytest.mark.usefixtures("_survives")
     def test_a_closed_tier_is_found_as_it_was(
         self, tier: StoreTier, store: Store, make_tier: MakeStoreTier, tmp_path: Path
     ) -> None:
@@ -344,6 +351,7 @@ class StoreTierSuite:
         expect(found, records_of(range(10)))
         again.close()
 
+    @pytest.mark.usefixtures("_survives")
     @pytest.mark.parametrize("num_turns", [1, 4, 2 * PLACES])
     def test_a_killed_process_leaves_what_is_whole(
         self, make_tier: MakeStoreTier, tmp_path: Path, num_turns: int

@@ -261,7 +261,10 @@ class StoreTier(Tier):
 
     @abstractmethod
     def create_store(self, layout: Layout, data_bytes: int) -> Store:
-        """A store without records, of a layout that has none. Raises TierFailed."""
+        """A store without records, of a layout that has none.
+
+        Raises BadRequest for a layout of which it cannot keep a block, TierFailed.
+        """
 
     @abstractmethod
     def remove_store(self, store: Store) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvd.arena.files import open_ours, replace_file
 from kvd.arena.page_table import NO_PARENT, PageState, record_bytes
-from kvd.protocol.errors import BadRequest, TierFailed, TierFull
+from kvd.protocol.errors import TierFailed, TierFull
 from kvd.protocol.keys import KEY_BYTES, BlockKey
 from kvd.protocol.messages import Run
 from kvd.protocol.units import format_bytes
@@ -114,7 +114,7 @@ class ShelfStore(Store):
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._free([place.page for key in keys if (place := self._places.pop(key, None))])
-        with suppress(TierFull):  # the capacity was larger, and records still fill it
+        with suppress(TierFull):  # the capacity was larger at an earlier start, and is still full
             self._shelf.make_room(0)
 
     def scan(self) -> Iterator[Sequence[tuple[BlockKey, bytes]]]:
@@ -188,10 +188,7 @@ class ShelfStore(Store):
         self._states[run.first : run.first + run.count] = PageState.FREE
 
     def spare(self) -> bool:
-        """Give the memory of the least used extent back; False where its records go nowhere else.
-
-        Readers must be out: to look at such memory would give it back to it.
-        """
+        """Give the memory of the least used extent back; False where its records go nowhere else."""
         size = self.arena.extent_pages
         states = self._states.reshape(-1, size)
         if (self._states == PageState.FREE).sum() < size:
@@ -202,7 +199,7 @@ class ShelfStore(Store):
         self._move_out(run)
         pages = np.arange(run.first, run.first + size)
         self._states[pages] = PageState.UNBACKED
-        with self._gate.alone():
+        with self._gate.alone():  # who still reads there would give it memory again
             self.arena.table.unback(pages)
             self.arena.unback(run)
         return True
@@ -273,10 +270,7 @@ class Shelf(StoreTier):
         """`data_bytes` are those of a page at least."""
         slip_bytes = KEY_BYTES + LENGTH_BYTES + most_about_bytes(layout)
         slip_bytes += data_bytes - layout.page_bytes
-        try:
-            arena = self._memory.create_arena(layout, -(-slip_bytes // layout.block_size))
-        except BadRequest as error:
-            raise TierFailed(f"tier {self.name} has no room for {layout}: {error}") from error
+        arena = self._memory.create_arena(layout, -(-slip_bytes // layout.block_size))
         label = Label(data_bytes)
         try:
             self.write_label(arena, label)

@@ -1,4 +1,4 @@
-"""A memory tier in a lower place, over host memory."""
+"""A memory tier in a lower place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
-from kvd.protocol.errors import TierFailed, TierFull
+from kvd.protocol.errors import BadRequest, TierFailed, TierFull
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize
@@ -33,6 +33,7 @@ from kvd.testing.tier_suite import (
 )
 from kvd.tiers.shelf import Shelf, ShelfStore
 from kvd_tiers.host import HostConfig, HostTier
+from kvd_tiers.torch import TorchConfig, TorchTier
 from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
 from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
 
@@ -45,6 +46,11 @@ TRAILER = b"sixteen bytes of"
 
 def make(directory: Path, capacity: int = CAPACITY) -> Shelf:
     return Shelf(HostTier(HostConfig(ByteSize(capacity)), directory))
+
+
+def make_over_torch(directory: Path, capacity: int = CAPACITY) -> Shelf:
+    config = TorchConfig(capacity_bytes=ByteSize(capacity), device="cpu", layouts=2)
+    return Shelf(TorchTier(config, directory))
 
 
 @pytest.fixture
@@ -83,6 +89,12 @@ class TestTheSuite(StoreTierSuite):
     @pytest.fixture
     def make_tier(self) -> MakeStoreTier:
         return make
+
+
+class TestTheSuiteOverTorch(StoreTierSuite):
+    @pytest.fixture
+    def make_tier(self) -> MakeStoreTier:
+        return make_over_torch
 
 
 # --- records ---
@@ -235,8 +247,8 @@ def test_few_large_extents_are_not_promised_to_more_records_than_fit(shm: Path) 
         assert most == store.arena.num_pages
 
 
-def test_pages_too_small_for_their_record_are_a_failure(shelf: Shelf) -> None:
-    with pytest.raises(TierFailed, match="raise block_size"):
+def test_pages_too_small_for_what_is_kept_of_them_are_refused(shelf: Shelf) -> None:
+    with pytest.raises(BadRequest, match="raise block_size"):
         shelf.create_store(Layout(1, 1, 8, "float16"), 512)
     assert shelf.stores() == []
 
