@@ -1,7 +1,7 @@
 """Tier, the contract of a plugin: blocking and batch-wise; its actor owns the threads.
 
 There are two kinds. A memory tier has arenas, whose pages clients map and attend over. A store
-tier keeps copies of blocks as records by key.
+tier keeps copies of blocks as records by key; so does a memory tier behind the first (`Shelf`).
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class ShelfStore(Store):
         self._states[run.first : run.first + run.count] = PageState.FREE
 
     def spare(self) -> bool:
-        """Give the memory of the least used extent back; False where its records go nowhere else."""
+        """Give the memory of the least used extent back; False where its records have no place."""
         size = self.arena.extent_pages
         states = self._states.reshape(-1, size)
         if (self._states == PageState.FREE).sum() < size:
