@@ -1,6 +1,6 @@
 """Daemon: builds, starts, drains and stops all the rest. Read this first.
 
-From the bottom up: a memory tier behind its actor, the manager that owns the cache's state, the
+From the bottom up: tiers behind their actors, the manager that owns the cache's state, the
 router that owns the socket. Calls go down that line and results come back as return values.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING, Self
 
@@ -32,6 +33,7 @@ from kvd.protocol.endpoint import is_default, socket_path
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.tiers.base import MemoryTier, StoreTier, Tier
 from kvd.tiers.registry import load_tier
+from kvd.tiers.shelf import Shelf
 
 if TYPE_CHECKING:
     from kvd.protocol.messages import TierStatus
@@ -54,10 +56,11 @@ class Daemon(AsyncContextManagerMixin):
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
         self.epoch = secrets.randbits(62) | 1
         places = self.directory, self.data_directory
-        first, *below = (load_tier(section, *places) for section in self.config.tiers)
+        first, *below = tiers = [load_tier(section, *places) for section in self.config.tiers]
         if not isinstance(first, MemoryTier):
             raise ConfigError(f"tiers: the first one has what clients map; {first.name} has none")
         self.tier = first
+        _tell_apart(tiers)
         self.stores = [_as_store(tier) for tier in below]
 
     @asynccontextmanager
@@ -168,9 +171,19 @@ class Daemon(AsyncContextManagerMixin):
         return OwnerLock(self.directory / "daemon.lock", str(self.directory))
 
 
+def _tell_apart(tiers: Sequence[Tier]) -> None:
+    """Number the tiers of one name: host, host-2."""
+    counts: Counter[str] = Counter()
+    for tier in tiers:
+        counts[tier.name] += 1
+        if (number := counts[tier.name]) > 1:
+            tier.name += f"-{number}"
+
+
 def _as_store(tier: Tier) -> StoreTier:
-    if not isinstance(tier, StoreTier):
-        raise ConfigError(f"tiers: {tier.name} has what clients map, so it is the first or none")
+    if isinstance(tier, MemoryTier):
+        return Shelf(tier)
+    assert isinstance(tier, StoreTier)
     return tier
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import anyio
 import msgspec
 
-from kvd.protocol.errors import TierFailed, TierFull
+from kvd.protocol.errors import BadRequest, TierFailed, TierFull
 from kvd.tiers.copying import Writer, data_bytes
 
 if TYPE_CHECKING:
@@ -198,19 +198,24 @@ class StoreActor:
         self._unprepared[info.key] = info
         return self.submit(self._prepare, info, then=self._prepared)
 
-    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store]:
+    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store | None]:
         layout = info.layout
         store = next((store for store in self.tier.stores() if store.layout == layout), None)
         if store is None:
-            store = self.tier.create_store(layout, data_bytes(layout))
+            try:
+                store = self.tier.create_store(layout, data_bytes(layout))
+            except BadRequest as error:
+                logger.warning("tier %s keeps no blocks of a layout: %s", self.name, error)
+                return info, None
         store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
         return info, store
 
-    def _prepared(self, prepared: tuple[NamespaceInfo, Store]) -> None:
+    def _prepared(self, prepared: tuple[NamespaceInfo, Store | None]) -> None:
         info, store = prepared
         self._unprepared.pop(info.key, None)
-        self._know(store)
-        self._changed.set()
+        if store is not None:
+            self._know(store)
+            self._changed.set()
 
     def _know(self, store: Store) -> None:
         self._stores[store.layout] = store

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from kvd.arena.files import make_file, open_ours
+from kvd.arena.files import open_ours, replace_file
 from kvd.protocol.errors import TierFailed
 from kvd.protocol.keys import NamespaceInfo
 from kvd.protocol.layout import Layout
@@ -37,14 +36,7 @@ class About(msgspec.Struct, frozen=True):
 
 def write_about(path: Path, about: About) -> None:
     """Whoever reads the file finds what it says now or what it said before; raises OSError."""
-    new = path.with_stem(path.stem + "-new")
-    try:
-        with open(make_file(new, 0, 0o600), "wb") as file:
-            file.write(msgspec.msgpack.encode(about))
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    replace_file(path, msgspec.msgpack.encode(about))
 
 
 def read_about(path: Path) -> About:

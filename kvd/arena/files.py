@@ -35,6 +35,18 @@ def make_file(path: Path, size: int, mode: int, backed_bytes: int = 0) -> int:
     return fd
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Whoever reads the file finds what it says now or what it said before; raises OSError."""
+    new = path.with_stem(path.stem + "-new")
+    try:
+        with open(make_file(new, 0, 0o600), "wb") as file:
+            file.write(content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
 def open_ours(path: Path) -> int:
     """A descriptor of a file that belongs to us; raises OSError, TierFailed."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -28,7 +28,11 @@ class OwnerLock:
         except BlockingIOError as error:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
             os.close(self._fd)
-            raise AlreadyRunning(f"another kvd (pid {owner or '?'}) owns {what}") from error
+            if owner == str(os.getpid()):
+                why = f"this kvd (pid {owner}) owns {what} already: each of two needs its own"
+            else:
+                why = f"another kvd (pid {owner or '?'}) owns {what}"
+            raise AlreadyRunning(why) from error
         close_in_child(self)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

@@ -51,6 +51,10 @@ class StoreState:
     may_write: bool = True
     may_read: bool = True
 
+    def keeps(self, layout: Layout) -> bool:
+        """Whether it has room for a block of a layout at all."""
+        return 0 < self.record_bytes.get(layout, 0) <= self.usable_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -130,7 +134,7 @@ class Stores:
         arenas = list(self._memory.arenas.values())
         store.turn += 1
         for arena in _in_turn(arenas, store.turn):
-            if arena.layout in store.record_bytes and (
+            if store.keeps(arena.layout) and (
                 write := self._write_of(store, arena, max_bytes, plan)
             ):
                 return write
@@ -199,6 +203,7 @@ class Stores:
         nodes = [
             (space.tree, node)
             for space in self._memory.spaces()
+            if store.keeps(space.arena.layout)
             for node in space.tree.unsaved[store.tier]
         ]
         ends = [

@@ -1,7 +1,7 @@
 """Tier, the contract of a plugin: blocking and batch-wise; its actor owns the threads.
 
 There are two kinds. A memory tier has arenas, whose pages clients map and attend over. A store
-tier keeps copies of blocks as records by key.
+tier keeps copies of blocks as records by key; so does a memory tier behind the first (`Shelf`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Tier(ABC):
     """What every tier has. `survives`: what it holds is there when the daemon starts again."""
 
     Config: ClassVar[type[msgspec.Struct]]
-    survives: ClassVar[bool]
 
     name: str
+    survives: bool
     capacity_bytes: int
 
     @abstractmethod
@@ -75,7 +75,9 @@ class TierArena(ABC):
     Its namespaces have rows of `row_bytes` a token. `back`, `unback`, `note_namespace`,
     `forget_namespace` and `close` are called from one thread at a time and never on the event loop,
     copies from several at once; those may raise TierFailed. The table is written by the event loop
-    alone.
+    alone; where the tier is in a lower place (`Shelf`), by the thread that writes there.
+
+    Where it survives, what is kept beside `path` in a file with the suffix `.shelf` goes with it.
     """
 
     path: Path
@@ -214,8 +216,9 @@ class Record:
 class Store(ABC):
     """The records of one layout in a store tier; their data have `data_bytes` each.
 
-    `write`, `delete`, `sync` and `write_note` are called from one thread at a time; `read` from
-    several, also while one of those goes on. Every method but `used_bytes` may raise TierFailed.
+    `write`, `delete`, `sync` and `write_note` are called from one thread at a time, which is one
+    for all stores of a tier; `read` from several, also while one of those goes on. Every method but
+    `used_bytes` may raise TierFailed.
     """
 
     layout: Layout
@@ -232,8 +235,9 @@ class Store(ABC):
     def write(self, records: Sequence[Record]) -> None:
         """Keep these records, all of them or none; one whose key is there takes its place.
 
-        When it returns, they are read and survive the daemon; a power loss only after `sync`.
-        Raises TierFull where there is no room: delete some.
+        When it returns, they are read and survive the daemon; a power loss only after `sync`. A
+        kill meanwhile may leave some of them, each whole. Raises TierFull where there is no room:
+        delete some.
         """
 
     @abstractmethod
@@ -258,7 +262,10 @@ class Store(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """When it returns, all that was written and deleted before survives a power loss."""
+        """When it returns, all that was written and deleted before survives a power loss.
+
+        Memory keeps nothing then, and has nothing to do here.
+        """
 
 
 class StoreTier(Tier):
@@ -280,7 +287,10 @@ class StoreTier(Tier):
 
     @abstractmethod
     def create_store(self, layout: Layout, data_bytes: int) -> Store:
-        """A store without records, of a layout that has none. Raises TierFailed."""
+        """A store without records, of a layout that has none.
+
+        Raises BadRequest for a layout of which it cannot keep a block, TierFailed.
+        """
 
     @abstractmethod
     def remove_store(self, store: Store) -> None:

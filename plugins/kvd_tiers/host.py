@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
-SUFFIXES = (".arena", ".pages", ".about")
+SUFFIXES = (".arena", ".pages", ".about", ".shelf")
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ import lmdb
 from kvd.protocol.errors import TierFailed, TierFull
 from kvd.protocol.keys import KEY_BYTES, BlockKey
 from kvd.tiers.base import Store, most_about_bytes
+from kvd.tiers.gate import Gate
 from kvd_tiers.lmdb_files import (
     DATA,
     DESCRIPTION,
@@ -32,7 +33,6 @@ from kvd_tiers.lmdb_files import (
     volume_error,
     write_durably,
 )
-from kvd_tiers.lmdb_gate import Gate
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout

@@ -90,7 +90,7 @@ def kv_of(tokens: Sequence[int], layout: Layout = LAYOUT) -> NDArray[np.float32]
 
 def write(lease: Lease, tokens: Sequence[int], start: int, stop: int) -> None:
     """Fill the pages of these tokens of the sequence; no view of them is left."""
-    kv, at = kv_of(tokens), start
+    kv, at = kv_of(tokens, lease.layout), start
     for array in lease.write_arrays(start, stop):
         size = array.shape[2]
         array[:] = kv[:, :, at : at + size]
@@ -114,13 +114,13 @@ def store(namespace: Namespace, tokens: Sequence[int]) -> None:
 def read(lease: Lease, start: int, stop: int) -> NDArray[Any]:
     """A copy of the KV of these tokens, in one piece."""
     arrays = lease.read_arrays(start, stop)
-    return np.concatenate(arrays, axis=2) if arrays else kv_of([])[:, :, :0]
+    return np.concatenate(arrays, axis=2) if arrays else kv_of([], lease.layout)
 
 
 def holds(lease: Lease, tokens: Sequence[int], stop: int | None = None) -> bool:
     """Whether the lease's pages hold the KV of exactly these tokens."""
     stop = len(tokens) if stop is None else stop
-    return bool(np.array_equal(read(lease, 0, stop), kv_of(tokens)[:, :, :stop]))
+    return bool(np.array_equal(read(lease, 0, stop), kv_of(tokens, lease.layout)[:, :, :stop]))
 
 
 def pages(client: Client) -> dict[str, int]:

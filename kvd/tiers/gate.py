@@ -1,4 +1,4 @@
-"""Gate: between those who read an environment and who replaces its map."""
+"""Gate: between those who read from a store and who takes its memory away."""
 
 from __future__ import annotations
 
