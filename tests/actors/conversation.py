@@ -70,6 +70,8 @@ VARIES = {
     "request_p99_us": "",
     "capacity_bytes": "",
     "backed_bytes": "",
+    "used_bytes": "",
+    "usable_bytes": "",
     "num_pages": "",
     "num_nodes": "",
     "slot": "",

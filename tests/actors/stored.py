@@ -13,6 +13,7 @@ from anyio import create_task_group
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.scrubber import Round, Scrubber
+from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.signal import Signal
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
@@ -20,7 +21,7 @@ from kvd.arena.header import create_header
 from kvd.arena.runs import pages_of
 from kvd.cache.audit import check
 from kvd.cache.stores import StoreState
-from kvd.config import CacheConfig, Config
+from kvd.config import CacheConfig, Config, LimitConfig
 from kvd.protocol.messages import CommitItem, MatchItem, TierCheck
 from kvd.tiers.base import MemoryTier, Record, StoreTier
 from kvd.tiers.copying import data_bytes
@@ -166,7 +167,9 @@ async def running(
             await each.open(1)
         header = create_header(directory / "header")
         manager = Manager(Config(cache=config), tier, header, [actor], changed)
-        mover = Mover(config, manager, [actor])
+        sequences = Sequences(SequenceFiles(directory, directory / "data"), LimitConfig())
+        await sequences.begin()
+        mover = Mover(config, manager, sequences, [actor])
         await tasks.start(manager.run)
         await tasks.start(mover.run)
         cache = Cache(manager, mover, actor, config)
