@@ -109,6 +109,9 @@ def generate(
                 )
         except LeaseEnded as error:
             logger.warning("generating again, attempt %d was void: %s", attempt, error)
+            if where is not None:
+                # A restart takes less than to compute what it has kept.
+                where.client.wait_attached(where.client.timeout)
             torch.set_rng_state(random_state)
             if streamer is not None:
                 streamer.begin_again()
