@@ -108,37 +108,41 @@ class Daemon(AsyncContextManagerMixin):
                 self.epoch,
                 header_path,
             )
-            async with create_task_group() as below:
-                for actor in actors:
-                    await below.start(actor.run)
-                try:
+            try:
+                async with create_task_group() as below:
                     for actor in actors:
-                        await actor.open(self.epoch)
-                    await recover(self._manager, tier, stores)
-                    sessions.begin()
-                    await sequences.begin()
-                    # Before anything is bound: whoever holds a lease of an earlier start finds it
-                    # void before this start can hand out a page.
-                    header.begin_epoch(self.epoch)
-                    async with create_task_group() as above:
-                        await above.start(self._manager.run)
-                        await above.start(mover.run)
-                        await above.start(scrubber.run)
-                        await above.start(router.run)
-                        try:
-                            yield
-                        finally:
-                            above.cancel_scope.deadline = current_time() + self.config.grace_seconds
-                            router.close()
-                            scrubber.close()
-                            await mover.close()
-                            self._manager.close()
-                finally:
-                    for actor in actors:
-                        actor.close()
-                    with CancelScope(shield=True):
-                        for each in (self.tier, *self.stores):
-                            await to_thread.run_sync(each.close)
+                        await below.start(actor.run)
+                    try:
+                        for actor in actors:
+                            await actor.open(self.epoch)
+                        await recover(self._manager, tier, stores)
+                        sessions.begin()
+                        await sequences.begin()
+                        # Before anything is bound: whoever holds a lease of an earlier start finds
+                        # it void before this start can hand out a page.
+                        header.begin_epoch(self.epoch)
+                        async with create_task_group() as above:
+                            await above.start(self._manager.run)
+                            await above.start(mover.run)
+                            await above.start(scrubber.run)
+                            await above.start(router.run)
+                            try:
+                                yield
+                            finally:
+                                above.cancel_scope.deadline = (
+                                    current_time() + self.config.grace_seconds
+                                )
+                                router.close()
+                                scrubber.close()
+                                await mover.close()
+                                self._manager.close()
+                    finally:
+                        for actor in actors:
+                            actor.close()
+            finally:
+                # When nothing works on it any more; each store's actor closes its own.
+                with CancelScope(shield=True):
+                    await to_thread.run_sync(self.tier.close)
 
     def _state_of(self, store: StoreTier, number: int) -> StoreState:
         return StoreState(number, store.name, store.usable_bytes, self.config.cache.admission)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import anyio
 
 from kvd.arena.page_table import NO_PARENT, PageState
 from kvd.arena.runs import pages_of
+from kvd.cache.radix import MEMORY
 from kvd.cache.recovery import about
 from kvd.protocol.errors import KvdError, TierFailed
 from kvd.tiers import copying
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from kvd.cache.stores import Write
     from kvd.config import CacheConfig
     from kvd.protocol.codec import Tokens
-    from kvd.protocol.keys import BlockKey
     from kvd.tiers.base import TierArena
 
 logger = logging.getLogger(__name__)
+
+Ts = TypeVarTuple("Ts")
 
 # What goes down at once: the store's writer is busy with it for a tenth of a second or so.
 DEMOTE_BYTES = 64 << 20
@@ -52,6 +54,10 @@ PROMOTE_SECONDS = 0.5
 # What is prefetched is given up after so long, and so many at once.
 PREFETCH_SECONDS = 60.0
 MAX_PREFETCHES = 32
+# So many promotions at once from one store, each of which holds pages; others wait without.
+MAX_PROMOTIONS = 2
+# After a fault in the background, so long until the next try.
+FAULT_PAUSE_SECONDS = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +66,16 @@ class _Work:
 
     done: anyio.Event = field(default_factory=anyio.Event)
     is_good: bool = False
+
+
+async def again_and_again(turn: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
+    """Take turns for ever; a fault of one is said and ends nothing but it."""
+    while True:
+        try:
+            await turn(*args)
+        except Exception:
+            logger.exception("reason=internal a turn of work in the background failed")
+            await anyio.sleep(FAULT_PAUSE_SECONDS)
 
 
 class Mover:
@@ -82,22 +98,23 @@ class Mover:
         self._demote_bytes = min(DEMOTE_BYTES, most)
         self._promote_bytes = min(PROMOTE_BYTES, most)
         self._writing = {store: anyio.Lock() for store in stores}
+        self._promoting = {store: anyio.Semaphore(MAX_PROMOTIONS) for store in stores}
         self._works: dict[object, _Work] = {}
         self._num_prefetching = 0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         async with anyio.create_task_group() as self._tasks:
-            self._tasks.start_soon(self._sum)
+            self._tasks.start_soon(again_and_again, self._sum)
             for store in self._stores:
-                self._tasks.start_soon(self._demote, store)
-            self._tasks.start_soon(self._checkpoint_by_time)
+                self._tasks.start_soon(again_and_again, self._demote, store)
+            self._tasks.start_soon(again_and_again, self._checkpoint_by_time)
             task_status.started()
 
     async def close(self) -> None:
         """Save what is not saved yet, as far as there is time, and stop."""
         try:
             await self.checkpoint()
-        except TierFailed as error:
+        except KvdError as error:
             logger.error("reason=not_saved %s", error)
         finally:
             self._tasks.cancel_scope.cancel()
@@ -105,10 +122,9 @@ class Mover:
     # --- down ---
 
     async def _demote(self, actor: StoreActor) -> None:
-        """Copy blocks down, the oldest first, while memory is full enough."""
-        while True:
-            if not (self._is_due(actor) and await self._demote_some(actor)):
-                await self._manager.changed.wait()
+        """Copy some blocks down, the oldest first, or wait until memory is full enough."""
+        if not (self._is_due(actor) and await self._demote_some(actor)):
+            await self._manager.changed.wait()
 
     def _is_due(self, actor: StoreActor) -> bool:
         memory = self._state.memory
@@ -123,20 +139,26 @@ class Mover:
             self._manager.carry_out(plan)
             if write is None:
                 return False
-            bad: list[int] | None = None
+            bad: list[int] = []
+            saved = has_failed = False
             try:
                 bad = await self._write(actor, write)
+                saved = not bad
             except KvdError as error:
                 logger.debug("%d blocks not copied down: %s", len(write.pages), error)
+                has_failed = True
             finally:
                 plan = []
-                self._state.stores.end_write(write, plan, saved=bad == [])
+                self._state.stores.end_write(write, plan, saved=saved)
                 self._manager.carry_out(plan)
                 # What was on its way may be evicted now.
                 self._manager.serve_waiters()
-        for place in bad or ():
+            if not saved:
+                # A part of it may be there, and nobody knows of it.
+                actor.forget(write.arena.layout, write.keys)
+        for place in bad:
             self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
-        return bad is not None
+        return not has_failed
 
     async def _write(self, actor: StoreActor, write: Write) -> list[int]:
         """The places of blocks that are not what their checksum says; then not all were copied."""
@@ -146,6 +168,7 @@ class Mover:
         sums = arena.table.checksums(write.pages).tolist()
         job = actor.submit(actor.writer.write, store, arena, write.pages, write.keys, abouts, sums)
         bad: list[int] = await actor.finish(job)
+        actor.wrote(store, write.keys)
         return bad
 
     async def checkpoint(self) -> int:
@@ -162,16 +185,16 @@ class Mover:
         return self._state.counters["blocks_demoted"] - before
 
     async def _checkpoint_by_time(self) -> None:
-        while True:
-            await anyio.sleep(self._config.checkpoint_seconds)
-            try:
-                await self.checkpoint()
-            except TierFailed as error:
-                logger.error("reason=not_saved %s", error)
+        await anyio.sleep(self._config.checkpoint_seconds)
+        try:
+            await self.checkpoint()
+        except KvdError as error:
+            logger.error("reason=not_saved %s", error)
 
     async def _save_all(self, actor: StoreActor) -> None:
         stores = self._state.stores
         await actor.settle()  # a new layout's store is being made, perhaps
+        actor.check_layouts()
         waiting = stores.waiting(actor.state)
         while waiting := stores.still_waiting(actor.state, waiting):
             # What another one had begun meanwhile may have been all.
@@ -237,7 +260,8 @@ class Mover:
     ) -> None:
         try:
             if lacking.keys:
-                work.is_good = await self._promote(space, tokens, lacking.tier)
+                async with self._promoting[self._stores[lacking.tier - 1]]:
+                    work.is_good = await self._promote(space, tokens, lacking.tier)
             else:
                 size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
                 await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
@@ -273,23 +297,16 @@ class Mover:
                 self._manager.carry_out(self._state.commit(lease, first, pages[:good], rows).plan)
                 self._state.counters["blocks_promoted"] += good
             if good < len(keys):
-                self._miss(space, tokens[: (first + good + 1) * width], keys[good], copies[good])
+                self.remove(space, tokens[: (first + good + 1) * width], copies[good], tier)
         return True
-
-    def _miss(self, space: Namespace, tokens: Tokens, key: BlockKey, copy: Copy) -> None:
-        """The last block of these tokens could not be read: it goes, if it is only there still."""
-        lacking = self._state.lacking(space, tokens)
-        if lacking is not None and lacking.keys[:1] == [key]:
-            self.remove(space, tokens, copy)
 
     # --- checksums ---
 
     async def _sum(self) -> None:
         """Sum blocks up soon after their commit, so that damage is seen from then on."""
-        while True:
-            while self._manager.unsummed:
-                await self._manager.in_order(self._sum_some)
-            await self._manager.changed.wait()
+        while self._manager.unsummed:
+            await self._manager.in_order(self._sum_some)
+        await self._manager.changed.wait()
 
     async def _sum_some(self) -> None:
         number, pages = self._manager.unsummed.popleft()
@@ -342,9 +359,16 @@ class Mover:
         if page == NO_PARENT and (space := self._state.namespaces.get(number)):
             self.remove(space, b"".join(reversed(parts)), Copy.BAD)
 
-    def remove(self, space: Namespace, tokens: Tokens, copy: Copy) -> None:
-        """A block is not what it was, or is not there; it goes with all that follows it."""
-        plan = self._state.remove(space, tokens)
+    def remove(self, space: Namespace, tokens: Tokens, copy: Copy, tier: int = MEMORY) -> None:
+        """A block is not what it was, or is not there; it goes with all that follows it.
+
+        From memory it goes everywhere, since its copies were made from there; from a store only
+        there, and what memory has is copied anew.
+        """
+        if tier == MEMORY:
+            plan = self._state.remove(space, tokens)
+        else:
+            plan = self._state.remove_copy(space, tokens, tier)
         if not plan:
             return  # it went meanwhile
         if copy is Copy.BAD:

@@ -105,15 +105,20 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     records, infos = await _read(actor, store)
     parents = {about[:KEY_BYTES] for _, about in records}
     spaces: dict[bytes, Namespace] = {}
+    all_known = len(infos) > 0 or not records
     for key in infos.keys() & parents:
         try:
             spaces[key] = await manager.known_namespace(infos[key])
         except KvdError as error:
+            all_known = False
             logger.warning("reason=not_recovered %s: %s", infos[key].identity.model, error)
     forest = read_store(records, spaces)
     planted = await anyio.to_thread.run_sync(plant, forest, actor.state.tier)
     lost = [key for (key, _), is_there in zip(records, planted, strict=True) if not is_there]
-    actor.forget(store.layout, lost)
+    if all_known:
+        actor.forget(store.layout, lost)
+    else:  # the next start may know more of them; until then they take their room
+        actor.state.unknown_bytes += len(lost) * store.record_bytes
     manager.state.counters["blocks_recovered"] += len(records) - len(lost)
     manager.state.counters["blocks_rootless"] += len(lost)
     seconds = time.monotonic() - started

@@ -8,6 +8,7 @@ them, and of what is wrong only that counts which is there still.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,6 @@ from msgspec.structs import replace
 
 from kvd.arena.page_table import PageState
 from kvd.cache.radix import MEMORY
-from kvd.protocol.errors import TierFailed
 from kvd.protocol.keys import KEY_BYTES
 from kvd.protocol.messages import TierCheck
 from kvd.tiers import copying
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvd.config import CacheConfig
     from kvd.protocol.codec import Tokens
     from kvd.protocol.keys import BlockKey
+
+logger = logging.getLogger(__name__)
 
 # What is looked at at once: a millisecond of the thread that gives memory.
 PIECE_BYTES = 8 << 20
@@ -82,7 +84,10 @@ class Scrubber:
             task_status.started()
             for arena in list(self._state.memory.arenas.values()):
                 adopted = np.array(sorted(arena.unverified), np.int64)
-                await self._check_pages(self._new_round(), arena, adopted, math.inf)
+                try:
+                    await self._check_pages(self._new_round(), arena, adopted, math.inf)
+                except Exception:  # matches verify what they need
+                    logger.exception("reason=not_verified blocks of an earlier epoch")
             while True:
                 began = anyio.current_time()
                 if self._scrub_bytes:
@@ -110,7 +115,8 @@ class Scrubber:
                     await self._check_memory(round, bytes_a_second)
                 else:
                     await self._check_store(round, self._stores[tier - 1], bytes_a_second)
-            except TierFailed as error:
+            except Exception as error:
+                logger.warning("reason=not_verified %s", error, exc_info=error)
                 round.tiers[tier] = replace(round.tiers[tier], trouble=str(error))
         round.is_done = True
 
@@ -165,7 +171,7 @@ class Scrubber:
         round.count(tier, len(piece), found[Copy.BAD], found[Copy.MISSING])
         self._state.counters["blocks_verified"] += len(piece)
         for tokens, copy in wrong:
-            self._mover.remove(space, tokens, copy)
+            self._mover.remove(space, tokens, copy, tier)
 
 
 def _blocks_in(space: Namespace, tier: int) -> Iterator[tuple[Node, BlockKey]]:

@@ -149,7 +149,12 @@ class Sequences:
         self._copying = anyio.Lock()
 
     async def begin(self) -> None:
-        """Know what an earlier start kept; more than today's limits allow stays, too."""
+        """Know what an earlier start kept; more than today's limits allow stays, too.
+
+        Generations go on behind any that an earlier start gave, though it be discarded since: they
+        are microseconds, and no start gives one each.
+        """
+        self._table.begin(time.time_ns() // 1000)
         for info in await to_thread.run_sync(self._files.begin):
             self._table.put(info.key, info)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import anyio
 import msgspec
 
-from kvd.protocol.errors import BadRequest, TierFailed, TierFull
+from kvd.protocol.errors import BadRequest, KvdError, TierFailed, TierFull
 from kvd.tiers.copying import Writer, data_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ class StoreActor:
         self._changed = changed
         self._stores: dict[Layout, Store] = {}
         self._unprepared: dict[bytes, NamespaceInfo] = {}
-        self._undeleted: list[tuple[Store, Sequence[BlockKey]]] = []
+        # What a store still has though it should not.
+        self._undeleted: dict[Store, dict[BlockKey, None]] = {}
+        # Why there is no store of a layout yet.
+        self._unmade: dict[Layout, str] = {}
         self._jobs: deque[Job] = deque()
         self._new_job = anyio.Event()
         self._is_closing = False
@@ -96,21 +99,27 @@ class StoreActor:
         self.is_off = True
         self.state.may_write = self.state.may_read = False
         self._stores.clear()
+        self.state.record_bytes.clear()
 
     @property
     def name(self) -> str:
         return self.tier.name
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._recover)
-            task_status.started()
-            while not self._is_closing or self._jobs:
-                await self._new_job.wait()
-                self._new_job = anyio.Event()
-                while self._jobs:
-                    await self._do(self._jobs.popleft())
-            tasks.cancel_scope.cancel()
+        """Work until `close`; the tier is closed when nothing works on it any more."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._recover)
+                task_status.started()
+                while not self._is_closing or self._jobs:
+                    await self._new_job.wait()
+                    self._new_job = anyio.Event()
+                    while self._jobs:
+                        await self._do(self._jobs.popleft())
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.tier.close)
 
     def close(self) -> None:
         """Finish what was submitted, and nothing more."""
@@ -198,24 +207,31 @@ class StoreActor:
         self._unprepared[info.key] = info
         return self.submit(self._prepare, info, then=self._prepared)
 
-    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store | None]:
+    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store | KvdError]:
         layout = info.layout
         store = next((store for store in self.tier.stores() if store.layout == layout), None)
-        if store is None:
-            try:
+        try:
+            if store is None:
                 store = self.tier.create_store(layout, data_bytes(layout))
-            except BadRequest as error:
-                logger.warning("tier %s keeps no blocks of a layout: %s", self.name, error)
-                return info, None
-        store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
+            store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
+        except (BadRequest, TierFailed) as error:
+            return info, error
         return info, store
 
-    def _prepared(self, prepared: tuple[NamespaceInfo, Store | None]) -> None:
-        info, store = prepared
+    def _prepared(self, prepared: tuple[NamespaceInfo, Store | KvdError]) -> None:
+        """Where there is no room for one layout, the others go on; it is tried again later."""
+        info, made = prepared
+        if isinstance(made, TierFailed):
+            self._unmade[info.layout] = made.message
+            self._note(made, reads=False, writes=False)
+            return
         self._unprepared.pop(info.key, None)
-        if store is not None:
-            self._know(store)
-            self._changed.set()
+        self._unmade.pop(info.layout, None)
+        if isinstance(made, KvdError):
+            logger.warning("tier %s keeps no blocks of a layout: %s", self.name, made)
+            return
+        self._know(made)
+        self._changed.set()
 
     def _know(self, store: Store) -> None:
         self._stores[store.layout] = store
@@ -228,17 +244,27 @@ class StoreActor:
             self._delete(store, keys)
 
     def _delete(self, store: Store, keys: Sequence[BlockKey]) -> Job:
-        """Where that fails it is tried again before anything else is written."""
+        """Where that fails it is tried again later, but for what was written meanwhile."""
 
         def again() -> None:
-            self._undeleted.append((store, keys))
+            self._undeleted.setdefault(store, {}).update(dict.fromkeys(keys))
 
         return self.submit(store.delete, keys, otherwise=again)
 
+    def wrote(self, store: Store, keys: Sequence[BlockKey]) -> None:
+        """A store has these records, whatever was to be deleted before."""
+        if undeleted := self._undeleted.get(store):
+            for key in keys:
+                undeleted.pop(key, None)
+
     def remove_store(self, layout: Layout) -> None:
         """Nobody uses a layout any more."""
+        for key in [key for key, info in self._unprepared.items() if info.layout == layout]:
+            del self._unprepared[key]
+        self._unmade.pop(layout, None)
         if (store := self._stores.pop(layout, None)) is not None:
             del self.state.record_bytes[layout]
+            self._undeleted.pop(store, None)
             self.submit(self.tier.remove_store, store)
 
     async def sync(self) -> None:
@@ -248,10 +274,16 @@ class StoreActor:
         """
         if self.is_off:
             raise TierFailed(f"tier {self.name} is off: {self.trouble}")
-        for store in self.stores:
-            await self.finish(self.submit(store.sync))
-        if self._undeleted:
+        jobs = [self.submit(store.sync) for store in self.stores]
+        for job in jobs:
+            await self.finish(job)
+        if any(self._undeleted.values()):
             raise TierFailed(f"tier {self.name} could not forget all blocks: {self.trouble}")
+
+    def check_layouts(self) -> None:
+        """Raises TierFailed where a layout should have a store and has none."""
+        for why in self._unmade.values():
+            raise TierFailed(f"tier {self.name} has no store of a layout: {why}")
 
     # --- health ---
 
@@ -262,11 +294,12 @@ class StoreActor:
         logger.error("reason=internal tier %s", self.name, exc_info=error)
         return TierFailed(f"{type(error).__name__}: {error}")
 
-    def _note(self, error: TierFailed, *, reads: bool) -> None:
+    def _note(self, error: TierFailed, *, reads: bool, writes: bool = True) -> None:
         if not self.trouble:
             logger.error("reason=tier_failed tier %s: %s", self.name, error)
         self.trouble = str(error)
-        self.state.may_write = False
+        if writes:
+            self.state.may_write = False
         if reads and not isinstance(error, TierFull):
             self.state.may_read = False
         self._failed.set()
@@ -282,15 +315,19 @@ class StoreActor:
                 if await self._works():
                     logger.warning("tier %s works again", self.tier.name)
                     self.trouble = ""
-                    self.state.may_write = self.state.may_read = True
-                    self._changed.set()
             self._failed = anyio.Event()
 
     async def _works(self) -> bool:
-        undeleted, self._undeleted = self._undeleted, []
-        jobs = [self._delete(*each) for each in undeleted]
+        undeleted, self._undeleted = self._undeleted, {}
+        jobs = [self._delete(store, list(keys)) for store, keys in undeleted.items() if keys]
         jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
-        jobs += [self._submit_prepare(info) for info in list(self._unprepared.values())]
         for job in jobs:
             await job.done.wait()
-        return all(job.error is None for job in jobs)
+        works = all(job.error is None for job in jobs)
+        if works and not self.state.may_write:
+            # Layouts that have a store go on, whatever becomes of the others.
+            self.state.may_write = self.state.may_read = True
+            self._changed.set()
+        for job in [self._submit_prepare(info) for info in list(self._unprepared.values())]:
+            await job.done.wait()
+        return works and not self._unmade

@@ -21,8 +21,8 @@ RowBytes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 class About(msgspec.Struct, frozen=True):
     """All that one must know to read an arena and its page table.
 
-    `boot` is the start of the machine on which they were made; `namespaces` says what the numbers
-    in the records stand for.
+    `boot` is the start of the machine on which they were made; `header` is which shared header
+    clients know its leases by; `namespaces` says what the numbers in the records stand for.
     """
 
     version: int
@@ -31,6 +31,7 @@ class About(msgspec.Struct, frozen=True):
     row_bytes: RowBytes
     num_pages: Count
     extent_pages: Count
+    header: bytes = b""
     namespaces: dict[int, NamespaceInfo] = {}
 
 

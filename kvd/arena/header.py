@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from pathlib import Path
 
 from kvd.protocol.errors import KvdError
@@ -17,6 +18,8 @@ NUM_SLOTS = 1 << 16
 
 _MAGIC, _EPOCH, _SLOTS = 0, 1, 2
 _SIZE = (_SLOTS + NUM_SLOTS) * 8
+# Behind the words, which clients map, stands which header this is.
+_IDENTITY_BYTES = 16
 
 
 class SharedHeader:
@@ -46,12 +49,28 @@ class SharedHeader:
         self._words[_SLOTS + slot] = generation
 
 
+def header_identity(path: Path) -> bytes:
+    """Which header lies there, nothing where there is none.
+
+    Arenas belong to one: clients that map them see by it that a lease is over. Under another header
+    they would not, so an arena of another is not adopted.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(_SIZE)
+            return file.read(_IDENTITY_BYTES)
+    except OSError:
+        return b""
+
+
 def create_header(path: Path) -> SharedHeader:
     """The daemon's end: the directory's header, kept where there is one already."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     try:
         os.fchmod(fd, 0o640)
         os.posix_fallocate(fd, 0, _SIZE)
+        if os.fstat(fd).st_size < _SIZE + _IDENTITY_BYTES:
+            os.pwrite(fd, secrets.token_bytes(_IDENTITY_BYTES), _SIZE)
         words = memoryview(mmap.mmap(fd, _SIZE)).cast("Q")
     finally:
         os.close(fd)

@@ -137,7 +137,9 @@ class PagePool:
         if (source := self._group_for(rest, whole, groups)) is not None:
             free = self._free_pages(source * self.group_pages, self.group_pages)
         else:
-            free = np.setdiff1d(self._free_pages(0, self.num_pages), pages)
+            is_free = self.states == PageState.FREE
+            is_free[pages] = False
+            free = np.flatnonzero(is_free)
         return np.concatenate((pages, free[:rest]))
 
     def _group_for(self, rest: int, whole: Pages, taken: Pages) -> int | None:
@@ -146,8 +148,11 @@ class PagePool:
         )
         if len(broken):
             return int(broken[0])
-        left = np.setdiff1d(whole, taken)
-        return int(left[0]) if len(left) and rest <= self.group_pages else None
+        if rest > self.group_pages or len(whole) == len(taken):
+            return None
+        is_left = self._free_in_group == self.group_pages
+        is_left[taken] = False
+        return int(is_left.argmax())
 
     def _free_pages(self, first: int, count: int) -> Pages:
         return first + np.flatnonzero(self.states[first : first + count] == PageState.FREE)

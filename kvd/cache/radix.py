@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvd.protocol.codec import Tokens
 
 MEMORY = 0
+# Of children that only stores have, so many at most are looked at for one in memory.
+MAX_LOOKED_AT = 64
 
 
 class Node:
@@ -234,7 +236,7 @@ class Tree:
 
     def _nearest(self, end: Node, rest: Tokens, places: range) -> tuple[int, int]:
         """Of children, nearest first: in how many tokens the first one in memory agrees, and it."""
-        for place in places:
+        for place in places[:MAX_LOOKED_AT]:
             common = _common_rows(end.first_blocks[place], rest, self.row_bytes)
             if end.children[place].pages or not common:
                 return common, place
@@ -494,6 +496,32 @@ class Tree:
         self.lrus[tier].offer(parent)
         return cut
 
+    def forget(self, node: Node, keep: int, tier: int) -> list[BlockKey]:
+        """A store forgets what it has behind the first `keep` blocks of a node; their keys.
+
+        Descendants first. What memory has of them shall have copies again.
+        """
+        if keep:
+            self._split(node, keep)  # the node is its own lower part from here on
+        parent = _parent(node)
+        keys: list[BlockKey] = []
+        for one in reversed([node, *self.nodes(node)]):
+            if not one.is_in(tier):
+                continue
+            keys += one.block_keys()[::-1]
+            self.counts[tier] -= one.num_blocks
+            if not one.locks:
+                self.lrus[tier].discard(one)
+            one.leave(tier)
+            if not one.tiers:
+                _unlist(one)
+                self.num_nodes -= 1
+        for one in [node, *self.nodes(node)] if node.tiers else []:
+            if one.is_in(MEMORY) and not one.saving >> tier & 1:
+                self.unsaved[tier][one] = None
+        self.lrus[tier].offer(parent)
+        return keys
+
     def detach(self, node: Node, keep: int = 0) -> Gone:
         """Take what lies behind the first `keep` blocks of a node out of the tree.
 
@@ -507,6 +535,10 @@ class Tree:
             below.insert(0, node)
             _unlist(node)
         free, held, keys = [], [], []
+        if node is self.root:
+            self.root.first_blocks.clear()
+            self.root.children.clear()
+            self.root.num_children = [0] * len(self.lrus)
         for one in reversed(below):
             self._uncount(one)
             keys += one.block_keys()[::-1]
@@ -515,8 +547,8 @@ class Tree:
                 held.append(_backwards(one))
             else:
                 free.append(_backwards(one))
-            if not one.locks or one.parent is self.root:
-                _unlist(one)
+                if _parent(one).locks:  # which stays for who holds it; any other goes whole
+                    _unlist(one)
             one.tiers = 0
         for lru in self._lrus_of(top):
             lru.offer(top)

@@ -63,6 +63,10 @@ class SequenceTable:
         self._infos: dict[SequenceKey, SequenceInfo] = {}
         self._last_generation = 0
 
+    def begin(self, generation: int) -> None:
+        """Give generations behind this one."""
+        self._last_generation = max(self._last_generation, generation)
+
     def __iter__(self) -> Iterator[tuple[SequenceKey, SequenceInfo]]:
         return iter(self._infos.items())
 

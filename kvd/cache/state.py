@@ -29,6 +29,7 @@ from kvd.cache.plan import (
     Detached,
     DropAnswer,
     Ended,
+    Forgotten,
     Granted,
     Lacking,
     Matched,
@@ -727,6 +728,19 @@ class CacheState:
         if found.total_blocks * tree.block_bytes == len(tokens):
             gone = tree.detach(found.node, found.num_blocks - 1)
             self._remove(space, gone, plan)
+        return plan
+
+    def remove_copy(self, space: Namespace, tokens: Tokens, tier: int) -> Plan:
+        """A store's copy of the last block of these tokens is no good: it is forgotten there.
+
+        So is all that follows it; what memory has of them gets copies anew.
+        """
+        plan: Plan = []
+        tree = space.tree
+        found = tree.find(tokens, anywhere=True)
+        is_there = found.total_blocks * tree.block_bytes == len(tokens) and found.node.is_in(tier)
+        if is_there and (keys := tree.forget(found.node, found.num_blocks - 1, tier)):
+            plan.append(Forgotten(tier, space.arena.layout, keys))
         return plan
 
     def _remove(self, space: Namespace, gone: Gone, plan: Plan) -> None:

@@ -38,7 +38,8 @@ class StoreState:
     """One tier below memory: number `tier` of all.
 
     `record_bytes` says what a block of a layout takes of `usable_bytes`. `admission`: whether each
-    block gets a copy, or one that was matched again. While it fails nothing goes down, or comes up.
+    block gets a copy, or one that was matched again. `unknown_bytes` are taken by records of which
+    this start knows nothing. While it fails nothing goes down, or comes up.
     """
 
     tier: int
@@ -47,6 +48,7 @@ class StoreState:
     admission: Admission = "all"
     record_bytes: dict[Layout, int] = field(default_factory=dict)
     writing_bytes: int = 0
+    unknown_bytes: int = 0
     turn: int = 0
     may_write: bool = True
     may_read: bool = True
@@ -228,10 +230,14 @@ class Stores:
 
     def used_bytes(self, store: StoreState) -> int:
         """Of its usable bytes, what records take, those on their way included."""
-        return store.writing_bytes + sum(
-            space.tree.counts[store.tier] * store.record_bytes[space.arena.layout]
-            for space in self._memory.spaces()
-            if space.tree.counts[store.tier]
+        return (
+            store.unknown_bytes
+            + store.writing_bytes
+            + sum(
+                space.tree.counts[store.tier] * store.record_bytes.get(space.arena.layout, 0)
+                for space in self._memory.spaces()
+                if space.tree.counts[store.tier]
+            )
         )
 
     def num_blocks(self, store: StoreState) -> int:

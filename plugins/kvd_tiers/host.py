@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvd.arena.about import VERSION, About, read_about, write_about
 from kvd.arena.files import boot_id, find_file
+from kvd.arena.header import header_identity
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.arena.page_table import PageTableFile, table_bytes
@@ -114,6 +115,7 @@ class HostTier(MemoryTier):
 
     def __init__(self, config: HostConfig, directory: Path) -> None:
         self.directory = Path(config.directory or directory)
+        self._header = directory / "header"
         if not self.directory.is_absolute():
             raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
         size = _file_system_bytes(self.directory)
@@ -148,13 +150,13 @@ class HostTier(MemoryTier):
         adopted = []
         for path in sorted(self.directory.glob("*.arena")):
             try:
-                adopted.append(_adopt(path, self._epoch))
+                adopted.append(_adopt(path, self._epoch, header_identity(self._header)))
             except (OSError, TierFailed) as error:
                 logger.warning("reason=not_adopted %s: %s", path, error)
         self._arenas = [each.arena for each in adopted]
         kept = {arena.path.stem for arena in self._arenas}
         for path in self.directory.iterdir():
-            if path.suffix in SUFFIXES and path.stem not in kept:
+            if path.suffix in SUFFIXES and path.stem not in kept and path.is_file():
                 path.unlink()
         return adopted
 
@@ -163,7 +165,8 @@ class HostTier(MemoryTier):
         num_pages = num_pages_within(self.capacity_bytes, layout, row_bytes, extent_pages)
         self._num_made += 1
         path = self.directory / f"{self._epoch:016x}-{self._num_made}.arena"
-        about = About(VERSION, boot_id(), layout, row_bytes, num_pages, extent_pages)
+        header = header_identity(self._header)
+        about = About(VERSION, boot_id(), layout, row_bytes, num_pages, extent_pages, header)
         arena = _create(path, about, self._epoch)
         self._arenas.append(arena)
         return arena
@@ -196,11 +199,13 @@ def _create(path: Path, about: About, epoch: int) -> HostTierArena:
     return HostTierArena(path, about, arena, records)
 
 
-def _adopt(path: Path, epoch: int) -> Adopted:
+def _adopt(path: Path, epoch: int, header: bytes) -> Adopted:
     """Raises OSError, and TierFailed where its files do not say the same."""
     about = read_about(_about_path(path))
     if about.boot != boot_id():
         raise TierFailed("it was made before the machine started")
+    if about.header != header:
+        raise TierFailed("its clients know its leases by another directory's header")
     layout, row_bytes, num_pages = about.layout, about.row_bytes, about.num_pages
     with ExitStack() as undo:
         fd = find_file(path, num_pages * layout.page_bytes)

@@ -86,6 +86,10 @@ class Cache:
         """How many of these tokens' blocks some tier has."""
         return self.space.tree.find(packed(tokens), anywhere=True).total_blocks
 
+    @property
+    def num_on_disk(self) -> int:
+        return self.space.tree.counts[STORE]
+
     def spoil_page(self, number: int) -> None:
         page = self.page_of(number)
         self.arena.memory.page_view(page)[...] = -1.0

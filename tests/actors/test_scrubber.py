@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvd.actors.scrubber import Round
 from kvd.cache.radix import MEMORY
@@ -81,8 +82,11 @@ async def test_a_bad_record_goes_with_what_follows_it(start: Any) -> None:
         await cache.spoil_record(2)
         memory, store = await cache.verify()
         assert (memory.num_bad, store.num_bad) == (0, 1)
-        assert cache.num_blocks() == 2
         assert cache.counters["checksum_failures"] == 1
+        # What is good in memory stays, and is copied anew.
+        assert (cache.num_blocks(), cache.num_on_disk) == (4, 2)
+        assert await cache.mover.checkpoint() == 2
+        assert await cache.verify() == (memory, replace(store, num_bad=0))
 
 
 async def test_a_record_that_is_not_there_goes_with_what_follows_it(start: Any) -> None:
@@ -114,7 +118,7 @@ async def test_a_bad_record_is_found_where_its_node_was_split_meanwhile(start: A
             with cache.matching(TOKENS[: 3 * BLOCK]):
                 assert len(cache.space.tree.find(packed(TOKENS)).node.path()) == 2
         assert round.tiers[STORE].num_bad == 1
-        assert cache.num_blocks() == 1
+        assert (cache.num_blocks(), cache.num_on_disk) == (4, 1)
 
 
 async def test_blocks_above_a_split_that_comes_first_are_not_left_out(
@@ -150,7 +154,7 @@ async def test_a_round_nobody_asked_for_finds_what_is_bad(start: Any) -> None:
         await cache.spoil_record(3)
         async with cache.scrubbing():
             await until(lambda: cache.counters["checksum_failures"] == 1)
-        assert cache.num_blocks() == 3
+        assert (cache.num_blocks(), cache.num_on_disk) == (4, 3)
 
 
 async def test_who_asks_while_a_round_goes_on_joins_it(start: Any) -> None:
