@@ -117,6 +117,7 @@ class Daemon(AsyncContextManagerMixin):
                             await actor.open(self.epoch)
                         await recover(self._manager, tier, stores)
                         sessions.begin()
+                        self._manager.expect_earlier(sessions.earlier)
                         await sequences.begin()
                         # Before anything is bound: whoever holds a lease of an earlier start finds
                         # it void before this start can hand out a page.

@@ -124,4 +124,8 @@ class Mirror:
             if self._num_holders[run.first : run.first + size].any():
                 continue
             for piece in pieces_of(self.layout, self.num_pages, run):
-                self._memory.madvise(mmap.MADV_DONTNEED, piece.start, len(piece))
+                # What shares memory with other pages stays.
+                start = -(-piece.start // mmap.PAGESIZE) * mmap.PAGESIZE
+                stop = piece.stop // mmap.PAGESIZE * mmap.PAGESIZE
+                if start < stop:
+                    self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)

@@ -174,6 +174,7 @@ class Manager:
         self._paused = anyio.Event()
         self._holds = itertools.count(1)
         self._earlier: set[int] = set()
+        self._untold: set[int] = set()
         self._closing = False
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -477,10 +478,23 @@ class Manager:
 
         What it is not known of who could write it waits for all of them.
         """
-        for session in self._earlier - living:
-            if session or not living:
+        for session in self._earlier - living - self._untold:
+            if session or not (living or self._untold):
                 self._earlier.discard(session)
                 self.session_gone(session)
+
+    def expect_earlier(self, told: set[int]) -> None:
+        """Which sessions of an earlier epoch have files that tell when their processes are gone.
+
+        Of any other it is never known: what it could write stays out of use.
+        """
+        self._untold = self._earlier - told - {0}
+        if self._untold:
+            logger.warning(
+                "reason=session_files_missing %d sessions that could write pages left no file: "
+                "these pages stay out of use until the machine starts anew",
+                len(self._untold),
+            )
 
     # --- copies for who cannot map ---
 

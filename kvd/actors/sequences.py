@@ -276,7 +276,9 @@ def _read(path: Path) -> SavedSequence | None:
     encoded, checksum = data[:-SUM_BYTES], data[-SUM_BYTES:]
     try:
         if xxhash.xxh3_64_digest(encoded) == checksum:
-            return msgspec.msgpack.decode(encoded, type=SavedSequence)
+            saved = msgspec.msgpack.decode(encoded, type=SavedSequence)
+            if _name(saved.info.key) == path.name:  # else it is another's
+                return saved
     except msgspec.MsgspecError:
         pass  # of another version
     aside = path.with_suffix(".damaged")

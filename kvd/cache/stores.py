@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from kvd.cache.plan import Forgotten
-from kvd.cache.radix import Found
+from kvd.cache.radix import MEMORY, Found
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -116,7 +116,8 @@ class Stores:
         for store in self._stores:
             for space in self._memory.spaces() if store.admission == "all" else ():
                 for node in space.tree.nodes():
-                    space.tree.admit(node, store.tier)
+                    if node.is_in(MEMORY):  # else there is nothing to copy from
+                        space.tree.admit(node, store.tier)
 
     def num_unsaved_bytes(self, store: StoreState) -> int:
         """What is in memory and waits for a copy; locked or not."""
@@ -305,4 +306,6 @@ def _write(store: StoreState, arena: ArenaState, pieces: list[_Piece]) -> Write:
         keys += own
         parents += [node.parent.last_key, *own[:-1]]
         rows += [bytes(node.tokens[at : at + width]) for at in range(0, len(node.tokens), width)]
-    return Write(store, arena, pieces, np.concatenate(pages), keys, parents, rows)
+    write = Write(store, arena, pieces, np.concatenate(pages), keys, parents, rows)
+    assert len(write.pages) == len(write.keys), "what has no page has nothing to be copied"
+    return write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
 SUFFIXES = (".arena", ".pages", ".about", ".shelf")
+# Other people's files may have such suffixes, too.
+OURS = re.compile(r"[0-9a-f]{16}-\d+(-new)?\.(arena|pages|about|shelf)")
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,7 +151,8 @@ class HostTier(MemoryTier):
 
     def adopt(self) -> list[Adopted]:
         adopted = []
-        for path in sorted(self.directory.glob("*.arena")):
+        arenas = (path for path in self.directory.glob("*.arena") if OURS.fullmatch(path.name))
+        for path in sorted(arenas):
             try:
                 adopted.append(_adopt(path, self._epoch, header_identity(self._header)))
             except (OSError, TierFailed) as error:
@@ -156,7 +160,7 @@ class HostTier(MemoryTier):
         self._arenas = [each.arena for each in adopted]
         kept = {arena.path.stem for arena in self._arenas}
         for path in self.directory.iterdir():
-            if path.suffix in SUFFIXES and path.stem not in kept and path.is_file():
+            if OURS.fullmatch(path.name) and path.stem not in kept and path.is_file():
                 path.unlink()
         return adopted
 

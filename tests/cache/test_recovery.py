@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.arena.page_table import NO_PARENT, PageState
+from kvd.cache.audit import check
 from kvd.cache.radix import MEMORY
 from kvd.cache.recovery import about, plant, read_store, read_table
 from kvd.protocol.keys import BlockKey, chain
@@ -262,3 +263,13 @@ def test_a_table_has_rows_with_extras() -> None:
     found = read_table(Table(row_bytes=36).adopted(records), {7: space})
     assert plant(found.forest, MEMORY).all()
     assert bytes(space.tree.root.children[0].tokens) == np.arange(9, dtype="<u4").tobytes()
+
+
+def test_what_only_a_store_has_is_not_copied_to_another() -> None:
+    near, far = disk(), disk(tier=2)
+    cache = Cache(stores=[near, far])
+    space = cache.tenant(RED)
+    assert plant(read_store(records_for("abc"), {RED.encode(): space}), 1).all()
+    cache.state.stores.admit_recovered()
+    check(cache.state)
+    assert cache.state.stores.next_write(far, 1 << 20, []) is None

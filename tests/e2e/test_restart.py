@@ -164,11 +164,12 @@ def test_a_killed_daemon_leaves_nothing_that_hinders_the_next(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
     lease = namespace.match(tokens_of(1, 4), reserve_tokens=64 * BLOCK)
+    view = lease.write_arrays(lease.num_tokens, lease.num_tokens + BLOCK)
     daemon.restart()
     matched_again(namespace)
     # What this process could still write through its old mapping waits for that to be gone.
     assert held(client)["quarantined"] > 0
-    del lease
+    del view
     eventually(lambda: held(client).keys() <= {"committed"})
     # One arena, its table, what both are, and the file of the one session that is left.
     eventually(

@@ -157,10 +157,12 @@ def test_who_maps_an_arena_sees_the_same_memory(left: Path) -> None:
 
 
 def test_what_belongs_to_no_arena_is_removed(left: Path) -> None:
-    for name in ("0-0.pages", "0-0.about", f"{left.stem}-new.about", "notes.txt"):
+    alone = "0123456789abcdef-7"
+    theirs = ("notes.txt", "letter.pages", "me.about", "2-2.arena")
+    for name in (f"{alone}.pages", f"{alone}.about", f"{left.stem}-new.about", *theirs):
         (left.parent / name).touch()
     adopt(left)
-    names = [left.name, left.stem + ".about", left.stem + ".pages", "host.lock", "notes.txt"]
+    names = [left.name, left.stem + ".about", left.stem + ".pages", "host.lock", *theirs]
     assert sorted(path.name for path in left.parent.iterdir()) == sorted(names)
 
 
@@ -242,8 +244,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "the table is shorter": (cut(".pages"), "bytes and not"),
     "there is no table": (lambda path: path.with_suffix(".pages").unlink(), "No such file"),
     "nothing says what it is": (lambda path: path.with_suffix(".about").unlink(), "No such file"),
-    "what it is cannot be read": (overwrite(".about", 0, b"\xff"), "cannot be read"),
-    "another version wrote it": (say(version=2), "has version 2 and not 1"),
+    "what it is cannot be read": (overwrite(".about", 0, b"\xff"), "is damaged"),
+    "another version wrote it": (say(version=1), "has version 1 and not 2"),
     "the machine was started since": (say(boot=bytes(16)), "before the machine started"),
     "the table is of another boot": (overwrite(".pages", 40, bytes(16)), "another's"),
     "the table is of another format": (overwrite(".pages", 0, b"KVDPAGE1"), "another's"),
