@@ -166,9 +166,12 @@ class Mover:
         assert store is not None
         abouts = [about(*each) for each in zip(write.parents, write.rows, strict=True)]
         sums = arena.table.checksums(write.pages).tolist()
-        job = actor.submit(actor.writer.write, store, arena, write.pages, write.keys, abouts, sums)
+        job = actor.submit(
+            actor.writer.write,
+            *(store, arena, write.pages, write.keys, abouts, sums),
+            then=lambda _: actor.wrote(store, write.keys),
+        )
         bad: list[int] = await actor.finish(job)
-        actor.wrote(store, write.keys)
         return bad
 
     async def checkpoint(self) -> int:
@@ -194,7 +197,6 @@ class Mover:
     async def _save_all(self, actor: StoreActor) -> None:
         stores = self._state.stores
         await actor.settle()  # a new layout's store is being made, perhaps
-        actor.check_layouts()
         waiting = stores.waiting(actor.state)
         while waiting := stores.still_waiting(actor.state, waiting):
             # What another one had begun meanwhile may have been all.
@@ -203,6 +205,7 @@ class Mover:
                     f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
         await actor.sync()
+        actor.check_layouts()
 
     # --- up ---
 

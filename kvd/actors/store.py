@@ -247,15 +247,21 @@ class StoreActor:
         """Where that fails it is tried again later, but for what was written meanwhile."""
 
         def again() -> None:
-            self._undeleted.setdefault(store, {}).update(dict.fromkeys(keys))
+            if self._stores.get(store.layout) is store:  # else it goes whole
+                self._undeleted.setdefault(store, {}).update(dict.fromkeys(keys))
 
         return self.submit(store.delete, keys, otherwise=again)
 
+    def _delete_again(self, store: Store) -> None:
+        """In the writer's thread: what was written before it stays."""
+        store.delete(list(self._undeleted.get(store, ())))
+        self._undeleted.pop(store, None)
+
     def wrote(self, store: Store, keys: Sequence[BlockKey]) -> None:
-        """A store has these records, whatever was to be deleted before."""
-        if undeleted := self._undeleted.get(store):
-            for key in keys:
-                undeleted.pop(key, None)
+        """A store has these records, whatever was to be deleted before; told by the write's job."""
+        undeleted = self._undeleted.get(store, {})
+        for key in keys:
+            undeleted.pop(key, None)
 
     def remove_store(self, layout: Layout) -> None:
         """Nobody uses a layout any more."""
@@ -318,8 +324,7 @@ class StoreActor:
             self._failed = anyio.Event()
 
     async def _works(self) -> bool:
-        undeleted, self._undeleted = self._undeleted, {}
-        jobs = [self._delete(store, list(keys)) for store, keys in undeleted.items() if keys]
+        jobs = [self.submit(self._delete_again, store) for store in list(self._undeleted)]
         jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
         for job in jobs:
             await job.done.wait()

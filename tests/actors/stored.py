@@ -39,6 +39,8 @@ STORE = 1
 TOKENS = tokens_of(1, 4)
 LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
 FAULTY = {"type": "faulty", "tier": LMDB}
+# What SOME of its calls have is told by the seed.
+FLAKY = FAULTY | {"fraction": 0.5, "delay_seconds": 0.0}
 # Rounds that nobody asked for would find what the tests look for.
 ON_DEMAND = CacheConfig(scrub_bytes=0, back_ahead_bytes=0)
 IN_THE_BACKGROUND = CacheConfig(back_ahead_bytes=0)
@@ -105,9 +107,17 @@ class Cache:
         assert store is not None
         return store
 
+    def keys_on_disk(self) -> list[BlockKey]:
+        """What the next start would find."""
+        return [key for batch in self.records.scan() for key, _ in batch]
+
     def key(self, number: int) -> BlockKey:
         nodes = self.space.tree.find(packed(TOKENS), anywhere=True).node.path()
         return [key for node in nodes for key in node.block_keys()][number]
+
+    def drop(self) -> None:
+        """Drop all there is."""
+        self.manager.carry_out(self.manager.state.drop(self.space, b"").plan)
 
     async def spoil_record(self, number: int) -> None:
         record = Record(self.key(number), b"", memoryview(bytes(data_bytes(LAYOUT))))
@@ -188,4 +198,3 @@ async def running(
                 actor.close()
                 tier.close()
     memory.close()
-    below.close()

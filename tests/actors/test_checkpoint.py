@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from anyio import create_task_group
+from msgspec.structs import replace
 
+from kvd.actors.sequences import SequenceFiles
 from kvd.protocol.errors import TierFailed
 from kvd.testing.faults import Faults, set_faults
 from tests.actors.stored import FAULTY, ON_DEMAND, TOKENS
+from tests.actors.test_sequences import CHAT, sequence
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import PAGE_FIRST, PATIENCE_SECONDS
@@ -46,3 +49,45 @@ async def test_a_checkpoint_that_finds_no_room_says_so(start: Any, shm: Path) ->
         await cache.store(TOKENS)
         with pytest.raises(TierFailed, match="the tier is full"):
             await cache.mover.checkpoint()
+
+
+async def test_a_checkpoint_without_its_store_says_so(start: Any) -> None:
+    async with start() as cache:
+        await cache.actor.settle()
+        cache.actor.switch_off(TierFailed("its index cannot be read"))
+        await cache.store(TOKENS)
+        for _ in range(2):
+            with pytest.raises(TierFailed, match="is off: its index cannot be read"):
+                await cache.mover.checkpoint()
+
+
+async def test_where_one_layout_has_no_room_the_others_are_saved_and_it_is_said(
+    start: Any,
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.actors.store.FIRST_PAUSE_SECONDS", PATIENCE_SECONDS)
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.store(TOKENS)
+        await cache.actor.settle()
+        set_faults(shm, Faults.FULL)
+        await cache.open(PAGE_FIRST)
+        await cache.actor.settle()
+        set_faults(shm, Faults.NONE)
+        with pytest.raises(TierFailed, match="has no store of a layout"):
+            await cache.mover.checkpoint()
+        assert cache.counters["blocks_demoted"] == 4
+
+
+async def test_a_checkpoint_by_time_that_fails_is_said_and_tried_again(
+    start: Any,
+    shm: Path,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files = SequenceFiles(shm, shm / "data")
+    files.begin()
+    files.write(CHAT, sequence())
+    async with start(replace(ON_DEMAND, checkpoint_seconds=0.01)):
+        (shm / "data").mkdir(exist_ok=True)
+        (shm / "data" / "sequences").touch()  # where a directory should be
+        await until(lambda: caplog.text.count("reason=not_saved") > 1)

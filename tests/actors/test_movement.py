@@ -284,3 +284,20 @@ def test_a_commit_over_blocks_of_an_earlier_epoch_waits_until_they_are_verified(
             done = again.commit(1, 0, own, TOKENS)
             assert isinstance(done, CommitResult)
             assert (done.runs, done.num_duplicates) == (runs, 16)
+
+
+# --- a store that hangs ---
+
+
+def test_what_waits_for_a_store_that_hangs_holds_few_pages(wire: Wire, store_is: Switch) -> None:
+    prompts = [tokens_of(seed, 16) for seed in range(1, 8)]
+    for number, tokens in enumerate(prompts):
+        save(wire, tokens, number)
+        wire.release(number)
+    evict(wire)
+    store_is(Faults.STUCK)
+    for number, tokens in enumerate(prompts):
+        assert wire.matched(number, tokens, deadline_ns=soon(0.1)).pending_tokens == len(tokens)
+    assert wire.pages()["reserved"] < wire.num_pages // 4
+    room = wire.num_pages * 3 // 4
+    assert len(numbers(wire.matched(99, [], reserve=room).reserved)) == room

@@ -104,7 +104,7 @@ async def test_what_was_dropped_while_it_was_read_is_not_missed(start: Any) -> N
     async with start() as cache:
         await cache.store(TOKENS, on_disk=True)
         async with cache.reading_held_up() as round:
-            cache.manager.carry_out(cache.manager.state.drop(cache.space, b"").plan)
+            cache.drop()
             await cache.actor.sync()
         assert round.tiers[STORE].num_missing == 0
         assert cache.counters["blocks_missing"] == 0

@@ -1,14 +1,33 @@
-"""StoreActor: what a store may hold."""
+"""StoreActor: what a store may hold, and what is left of a write or a delete that fails."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.support import PAGE_FIRST
+from kvd.config import CacheConfig
+from kvd.protocol.errors import TierFailed
+from kvd.testing.faults import Faults, set_faults
+from kvd.tiers.base import StoreTier
+from kvd.tiers.registry import load_tier
+from tests.actors.stored import FLAKY, LMDB, ON_DEMAND, TOKENS
+from tests.actors.waiting import until
+from tests.arena.conftest import shm  # noqa: F401 - a fixture
+from tests.e2e.support import LAYOUT, PAGE_FIRST
 
 pytestmark = pytest.mark.anyio
+
+AT_ONCE = CacheConfig(scrub_bytes=0, back_ahead_bytes=0, demote_watermark=1e-6)
+SECOND_CALL_FAILS = FLAKY | {"seed": 0}
+FIRST_CALL_FAILS = FLAKY | {"seed": 9}
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is tried again soon."""
+    monkeypatch.setattr("kvd.actors.store.FIRST_PAUSE_SECONDS", 0.001)
 
 
 async def test_a_store_holds_what_its_tier_allows_with_each_new_layout(start: Any) -> None:
@@ -18,3 +37,75 @@ async def test_a_store_holds_what_its_tier_allows_with_each_new_layout(start: An
         await cache.open(PAGE_FIRST)
         await cache.actor.settle()
         assert cache.actor.state.usable_bytes == cache.actor.tier.usable_bytes < before
+
+
+async def test_the_tier_is_closed_when_all_that_was_submitted_is_done(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start() as cache:
+        await cache.store(TOKENS, on_disk=True)
+        for number in (3, 2):
+            cache.actor.forget(LAYOUT, [cache.key(number)])
+    tier = load_tier(LMDB, shm, shm)
+    assert isinstance(tier, StoreTier)
+    tier.open(2)  # nobody else has it any more
+    (store,) = tier.stores()
+    assert sum(map(len, store.scan())) == 2
+    tier.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_of_a_write_that_failed_in_the_middle_nothing_is_left(
+    start: Any,
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.tiers.copying.BATCH_BYTES", 2 * LAYOUT.page_bytes)
+    async with start(ON_DEMAND, SECOND_CALL_FAILS) as cache:
+        await cache.store(TOKENS)
+        await cache.actor.settle()
+        set_faults(shm, Faults.SOME)
+        with pytest.raises(TierFailed):
+            await cache.mover.checkpoint()
+        cache.forget_memory()
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert (cache.num_blocks(), cache.keys_on_disk()) == (0, [])
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_delete_that_is_tried_again_takes_nothing_that_was_written_meanwhile(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(AT_ONCE, FIRST_CALL_FAILS) as cache:
+        await cache.store(TOKENS)
+        await until(lambda: cache.num_on_disk == 4)
+        set_faults(shm, Faults.STUCK)
+        cache.drop()
+        await cache.store(TOKENS)
+        await until(lambda: cache.actor.num_waiting == 1)
+        set_faults(shm, Faults.SOME)
+        await until(lambda: cache.num_on_disk == 4)
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert len(cache.keys_on_disk()) == 4
+
+
+@pytest.mark.usefixtures("soon")
+async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(ON_DEMAND, FIRST_CALL_FAILS) as cache:
+        await cache.store(TOKENS, on_disk=True)
+        set_faults(shm, Faults.STUCK)
+        cache.drop()
+        cache.actor.remove_store(LAYOUT)
+        set_faults(shm, Faults.SOME)
+        await until(lambda: bool(cache.actor.trouble))
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.tier.stores() == []
+        await cache.actor.sync()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.cache import radix
 from kvd.cache.radix import MEMORY, Node, Tree
+from kvd.cache.radix import _common_rows as common_rows
 from kvd.protocol.codec import TOKEN_BYTES
 from tests.cache.conftest import by_age
 
@@ -381,6 +383,31 @@ def test_nothing_and_a_leaf_have_no_tail(grown: Grown) -> None:
     end = grown.grow("r")
     assert tail(grown, end, 1) is None
     assert tail(grown, grown.tree.root) is None
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The first block of each child that was looked at."""
+    looks: list[bytes] = []
+
+    def look(block: bytes, rest: bytes, row_bytes: int) -> int:
+        looks.append(block)
+        return common_rows(block, rest, row_bytes)
+
+    monkeypatch.setattr(radix, "_common_rows", look)
+    return looks
+
+
+def test_a_tail_is_sought_near_where_it_would_be_alone(looks: list[bytes]) -> None:
+    tree = Tree(bytes(32), BLOCK, TOKEN_BYTES, num_tiers=2)
+    for number in range(10_000):
+        tree.recover(tree.root, packed(1, 1, *divmod(number, 200)), bytes(32), MEMORY + 1)
+    tree.recover(tree.root, packed(1, 1, 10, 0), bytes(32), MEMORY, [7])
+    found = tree.find_tail(tree.root, packed(1, 1, 10, 20, 1))
+    assert found is not None
+    assert (list(found[0].node.pages), found[1]) == ([7], 3)
+    assert tree.find_tail(tree.root, packed(1, 1, 40, 200)) is None
+    assert len(looks) <= 4 * radix.MAX_LOOKED_AT
 
 
 # --- detach ---

@@ -94,6 +94,13 @@ def test_generations_go_on_after_those_that_were_there(table: SequenceTable) -> 
     assert save(table, info("other")) == 42
 
 
+def test_generations_go_on_behind_where_a_start_begins(table: SequenceTable) -> None:
+    table.begin(1000)
+    assert save(table, info()) > 1000
+    table.begin(0)
+    assert save(table, info("other")) > 1001
+
+
 def test_only_so_many_are_saved(table: SequenceTable) -> None:
     for name in ("a", "b", "c"):
         save(table, info(name))

@@ -882,6 +882,20 @@ def test_without_tokens_everything_is_dropped(cache: Cache) -> None:
     check(cache.state)
 
 
+def test_of_many_that_share_nothing_all_are_dropped_but_for_who_holds_them() -> None:
+    cache = Cache(64)
+    held = [cache.hold(text) for text in ("ab", "cd", "e")]
+    for text in ("abx", "cdy", *"fghijklmnopqrstuvwz"):
+        cache.fill(text)
+    answer = cache.state.drop(cache.namespace, b"")
+    assert (answer.num_blocks, answer.num_detached) == ([26], 5)
+    check(cache.state)
+    for lease in held:
+        cache.release(lease)
+    check(cache.state)
+    assert (cache.texts(), cache.counts()) == (set(), {"free": 64})
+
+
 @pytest.mark.parametrize(("text", "from_block"), [("abc", 3), ("abcd", 3), ("abx", 2), ("x", 0)])
 def test_what_is_not_there_is_not_dropped(cache: Cache, text: str, from_block: int) -> None:
     cache.fill("abc")

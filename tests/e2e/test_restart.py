@@ -13,6 +13,7 @@ import pytest
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import DaemonUnavailable, DeadlineExceeded, LeaseEnded
 from kvd_client.client import Client
+from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import (
     BLOCK,
     IDENTITY,
@@ -131,6 +132,23 @@ def test_a_late_write_into_pages_of_before_changes_no_new_one(
     for seed in range(2, 10):
         with namespace.match(tokens_of(seed, 16)) as lease:
             assert holds(lease, tokens_of(seed, 16), lease.num_tokens)
+
+
+def test_memory_in_a_place_of_its_own_is_not_taken_from_clients_of_another_directory(
+    shm: Path,  # noqa: F811
+) -> None:
+    document = settings()
+    document["tiers"][0]["directory"] = str(shm)
+    with running_daemon(document) as one, Client(one.endpoint, timeout=30.0) as client:
+        old = client.open(IDENTITY, LAYOUT).match([], reserve_tokens=16 * BLOCK)
+        views = old.write_arrays(0, 16 * BLOCK)
+        one.kill()
+        with running_daemon(document) as other, Client(other.endpoint, timeout=30.0) as second:
+            namespace = second.open(IDENTITY, LAYOUT)
+            store(namespace, tokens_of(1, 128))
+            for view in views:
+                view[:] = -1
+            assert holds(namespace.match(tokens_of(1, 128)), tokens_of(1, 128))
 
 
 def test_what_is_read_from_pages_of_before_stays_readable_and_void(

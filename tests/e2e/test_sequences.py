@@ -223,6 +223,18 @@ def test_a_generation_that_was_given_holds_over_a_restart(
     assert lease.save("chat", [], generation=resumed.generation) == resumed.generation
 
 
+def test_a_generation_of_what_was_discarded_is_not_given_again_after_a_restart(
+    daemon: RunningDaemon, namespace: Namespace
+) -> None:
+    first = namespace.match([]).save("chat", [])
+    namespace.discard("chat")
+    daemon.restart()
+    lease = reopened(namespace)
+    assert lease.save("chat", []) > first
+    with pytest.raises(SequenceTaken):
+        lease.save("chat", [], generation=first)
+
+
 def test_a_stop_keeps_sequences_for_a_machine_that_is_started_anew(
     daemon: RunningDaemon, namespace: Namespace
 ) -> None:

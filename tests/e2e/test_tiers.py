@@ -272,6 +272,25 @@ def test_a_volume_that_is_full_is_no_outage_and_later_it_is_used_again(tmpfs: Mo
         eventually(lambda: use_all(namespace) and count(client, "blocks_demoted") > saved + 16)
 
 
+def test_what_a_start_has_no_room_to_serve_is_there_for_the_next(tmpfs: Mount) -> None:
+    volume = tmpfs("size=16m")
+    document = small()
+    document["tiers"][0]["directory"] = str(volume / "memory")
+    with tiers(document) as (daemon, client):
+        save_all(client, WIDE.open(client))
+        daemon.kill()
+        for path in (volume / "memory").glob("*-*.*"):
+            path.unlink()
+        filler = fill_up(volume)
+        daemon.start()
+        assert "reason=not_recovered" in daemon.log
+        daemon.kill()
+        filler.unlink()
+        daemon.start()
+        eventually(lambda: client.attached)
+        assert use_all(WIDE.open(client)) == sum(map(len, SEQUENCES))
+
+
 # --- more tiers ---
 
 

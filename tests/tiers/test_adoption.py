@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from kvd.arena.about import read_about, write_about
 from kvd.arena.base import punch
+from kvd.arena.header import create_header
 from kvd.arena.host import MappedArena
 from kvd.arena.membership import SessionLock, create_session_file
 from kvd.arena.page_table import HEADER_BYTES, NO_PARENT, PageState, record_bytes
@@ -164,6 +165,30 @@ def test_what_belongs_to_no_arena_is_removed(left: Path) -> None:
     adopt(left)
     names = [left.name, left.stem + ".about", left.stem + ".pages", "host.lock", *theirs]
     assert sorted(path.name for path in left.parent.iterdir()) == sorted(names)
+
+
+def test_directories_that_are_called_as_its_files_hinder_nothing(left: Path) -> None:
+    strays = [left.parent / f"stray{suffix}" for suffix in SUFFIXES]
+    for stray in strays:
+        stray.mkdir()
+    assert len(adopt(left)) == 1
+    assert all(stray.is_dir() for stray in strays)
+
+
+def test_what_clients_know_by_another_header_is_not_taken_over(shm: Path) -> None:  # noqa: F811
+    def start(directory: Path, epoch: int) -> HostTier:
+        directory.mkdir(exist_ok=True)
+        create_header(directory / "header")
+        tier = HostTier(HostConfig(ByteSize(1 << 20), str(shm / "memory")), directory)
+        tier.open(epoch)
+        return tier
+
+    with closing(start(shm / "one", 1)) as tier:
+        tier.create_arena(LAYOUT, 4)
+    with closing(start(shm / "one", 2)) as tier:
+        assert len(tier.adopt()) == 1
+    with closing(start(shm / "other", 3)) as tier:
+        assert tier.adopt() == []
 
 
 # --- namespaces ---
