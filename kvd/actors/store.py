@@ -239,18 +239,19 @@ class StoreActor:
         self.state.usable_bytes = self.tier.usable_bytes
 
     def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
-        """Have blocks forgotten, which may be on their way or not be there."""
-        if (store := self._stores.get(layout)) is not None:
-            self._delete(store, keys)
+        """Have blocks forgotten, which may be on their way or not be there.
 
-    def _delete(self, store: Store, keys: Sequence[BlockKey]) -> Job:
-        """Where that fails it is tried again later, but for what was written meanwhile."""
+        Where that fails it is tried again later, but for what was written meanwhile.
+        """
+
+        if (store := self._stores.get(layout)) is None:
+            return
 
         def again() -> None:
-            if self._stores.get(store.layout) is store:  # else it goes whole
+            if self._stores.get(layout) is store:  # else it goes whole
                 self._undeleted.setdefault(store, {}).update(dict.fromkeys(keys))
 
-        return self.submit(store.delete, keys, otherwise=again)
+        self.submit(store.delete, keys, otherwise=again)
 
     def _delete_again(self, store: Store) -> None:
         """In the writer's thread: what was written before it stays."""
