@@ -20,7 +20,7 @@ import anyio
 import zmq
 
 import kvd
-from kvd.actors.sessions import Session, SessionTable, sweep
+from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
@@ -395,12 +395,15 @@ class Router:
             for session in self._sessions.silent(time.monotonic()):
                 self._end(session)
             watched = self._sessions.watched()
-            for session_id in await anyio.to_thread.run_sync(sweep, watched):
+            swept = await anyio.to_thread.run_sync(sweep, watched)
+            for session_id in swept:
                 if (left := self._sessions.gone(session_id)) is not None:
                     self._manager.end_session(session_id)
                     logger.info("session %s is gone (%s)", left.name, left.client)
                 self._manager.session_gone(session_id)
             self._manager.free_earlier(self._sessions.earlier)
+            with anyio.CancelScope(shield=True):  # whoever sweeps next must find them unlocked
+                await anyio.to_thread.run_sync(remove_swept, watched, swept)
             await anyio.sleep(self._config.sessions.sweep_seconds)
 
     # --- what operators ask ---

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.arena.membership import create_session_file, remove_if_unheld
+from kvd.arena.membership import create_session_file, lock_unheld, remove_locked
 from kvd.protocol.errors import LimitExceeded, NotAttached, TierFailed
 
 if TYPE_CHECKING:
@@ -146,6 +146,13 @@ def session_name(session: int) -> str:
     return f"{session:016x}"
 
 
-def sweep(watched: dict[int, Path]) -> list[int]:
-    """The sessions of which no process is left, their files removed. Blocking."""
-    return [session for session, path in watched.items() if remove_if_unheld(path)]
+def sweep(watched: dict[int, Path]) -> dict[int, int]:
+    """The sessions of which no process is left, and the descriptors that lock them. Blocking."""
+    found = {session: lock_unheld(path) for session, path in watched.items()}
+    return {session: fd for session, fd in found.items() if fd is not None}
+
+
+def remove_swept(watched: dict[int, Path], swept: dict[int, int]) -> None:
+    """Remove the files of sessions that a sweep found, once nothing is theirs. Blocking."""
+    for session, fd in swept.items():
+        remove_locked(watched[session], fd)

@@ -91,30 +91,35 @@ def create_session_file(path: Path) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether any process still holds the session's lock."""
-    return _probe(path, remove=False)
+    if (fd := lock_unheld(path)) is not None:
+        os.close(fd)
+    return fd is None
 
 
-def remove_if_unheld(path: Path) -> bool:
-    """Remove the session's file unless a process holds it; True when it is gone for good.
+def lock_unheld(path: Path) -> int | None:
+    """Lock the session's file against everybody: a descriptor for `remove_locked`.
 
-    The file is unlinked while the exclusive lock is held, and a process that opened it before finds
-    it without a link afterwards: nobody joins a session that is over.
+    None while a process holds it. Until it is removed a session can be found over again: what it
+    held must be freed before, or a daemon killed between would never learn that it may.
     """
-    return not _probe(path, remove=True)
-
-
-def _probe(path: Path, *, remove: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         # Somebody else removed it, or it cannot be opened now: the processes may live.
-        return True
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if remove:
-            path.unlink(missing_ok=True)
     except BlockingIOError:
-        return True
-    finally:
         os.close(fd)
-    return False
+        return None
+    return fd
+
+
+def remove_locked(path: Path, fd: int) -> None:
+    """Remove a locked session's file, and unlock it.
+
+    It is unlinked while the lock is held, and a process that opened it before finds it without a
+    link afterwards: nobody joins a session that is over.
+    """
+    path.unlink(missing_ok=True)
+    os.close(fd)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from kvd.actors.sessions import SessionTable, sweep
+from kvd.actors.sessions import SessionTable, remove_swept, sweep
 from kvd.arena.membership import SessionLock
 from kvd.config import LimitConfig, SessionConfig
 from kvd.protocol.errors import LimitExceeded, NotAttached
@@ -64,17 +65,37 @@ def test_watched_are_those_that_map_and_those_that_ended(table: SessionTable) ->
     assert plain.id not in table.watched()
 
 
+def swept(table: SessionTable) -> list[int]:
+    """The sessions that a sweep finds gone, their files removed."""
+    watched = table.watched()
+    found = sweep(watched)
+    remove_swept(watched, found)
+    return list(found)
+
+
 def test_a_sweep_finds_those_of_whom_no_process_is_left(table: SessionTable) -> None:
     held, left = (table.attach(bytes([number]), "", 0) for number in range(2))
     held.maps = left.maps = True
     lock = SessionLock(str(table.path(held.id)))
-    assert sweep(table.watched()) == [left.id]
+    assert swept(table) == [left.id]
     assert table.gone(left.id) is left
     assert not table.path(left.id).exists()
     lock.close()
-    assert sweep(table.watched()) == [held.id]
+    assert swept(table) == [held.id]
     table.gone(held.id)
     assert table.watched() == {}
+
+
+def test_a_session_is_found_gone_again_until_its_file_is_removed(table: SessionTable) -> None:
+    """What it held may not have been freed when the daemon was killed."""
+    left = table.attach(b"a", "", 0)
+    fds = sweep({left.id: table.path(left.id)})
+    again = SessionTable(table.directory, SessionConfig(), LimitConfig())
+    again.begin()
+    assert again.earlier == {left.id}
+    assert swept(again) == []  # it is locked by who found it first
+    os.close(fds[left.id])  # as its end does
+    assert swept(again) == [left.id]
 
 
 def test_what_an_earlier_epoch_left_is_watched_until_its_processes_are_gone(
@@ -85,9 +106,9 @@ def test_what_an_earlier_epoch_left_is_watched_until_its_processes_are_gone(
     again = SessionTable(table.directory, SessionConfig(), LimitConfig())
     again.begin()
     assert again.watched().keys() == {old.id}
-    assert sweep(again.watched()) == []
+    assert swept(again) == []
     lock.close()
-    assert sweep(again.watched()) == [old.id]
+    assert swept(again) == [old.id]
     assert again.gone(old.id) is None
     assert again.watched() == {}
 

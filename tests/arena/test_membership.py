@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.arena.membership import SessionLock, create_session_file, is_held, remove_if_unheld
+from kvd.arena.membership import (
+    SessionLock,
+    create_session_file,
+    is_held,
+    lock_unheld,
+    remove_locked,
+)
 from kvd.protocol.errors import LeaseEnded
 
 if TYPE_CHECKING:
@@ -21,11 +27,17 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-from kvd.arena.membership import SessionLock, remove_if_unheld
+from kvd.arena.membership import SessionLock, lock_unheld, remove_locked
 from kvd.protocol.errors import LeaseEnded
 path = sys.argv[1]
 """
 TAKE = HOLD + "lock = SessionLock(path)\nprint('held')\ninput()\n"
+
+
+def remove_if_unheld(path: Path) -> bool:
+    if (fd := lock_unheld(path)) is not None:
+        remove_locked(path, fd)
+    return fd is not None
 
 
 @pytest.fixture
@@ -158,7 +170,8 @@ def test_who_opened_the_file_before_it_was_removed_is_refused(
 def at_the_lock(event, args):
     if event == "fcntl.flock" and Path(path).exists() and not at_work:
         at_work.append(True)
-        print(remove_if_unheld(Path(path)))
+        remove_locked(Path(path), lock_unheld(Path(path)))
+        print("removed")
 at_work = []
 sys.addaudithook(at_the_lock)
 try:
@@ -168,7 +181,7 @@ except LeaseEnded:
 """
     )
     joining = child(program, session)
-    assert (joining.says(), joining.says()) == ("True", "refused")
+    assert (joining.says(), joining.says()) == ("removed", "refused")
 
 
 def test_a_lock_of_the_daemon_that_does_not_end_is_a_refusal_and_no_wait(session: Path) -> None:
