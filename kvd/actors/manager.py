@@ -715,6 +715,22 @@ class Manager:
             for actor in self._stores:
                 actor.remove_store(arena.layout)
 
+    def begin_anew(self, actor: StoreActor, layout: Layout) -> None:
+        """A store gives up what it has of a layout; what memory has of it goes down again."""
+        actor.remove_store(layout)
+        spaces = [space for space in self.state.memory.spaces() if space.arena.layout == layout]
+        num_blocks = sum(space.tree.counts[actor.state.tier] for space in spaces)
+        logger.warning(
+            "reason=crowded tier %s gives up %d blocks of a layout, whose files have the room that "
+            "is due to others and cannot shrink",
+            actor.name,
+            num_blocks,
+        )
+        self.state.counters["blocks_crowded_out"] += num_blocks
+        self.state.forget_copies(layout, actor.state.tier)
+        for space in spaces:
+            actor.prepare(space.info)
+
     def serve_waiters(self) -> None:
         """Answer the waiting reserves in their order, as far as pages go.
 

@@ -20,7 +20,7 @@ from kvd.arena.page_table import NO_PARENT, PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.radix import MEMORY
 from kvd.cache.recovery import about
-from kvd.protocol.errors import KvdError, TierFailed
+from kvd.protocol.errors import KvdError, OutOfPages, TierFailed
 from kvd.tiers import copying
 from kvd.tiers.copying import Copy
 
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from kvd.actors.sequences import Sequences
     from kvd.actors.store import StoreActor
     from kvd.arena.runs import Pages
+    from kvd.cache.leases import Lease
     from kvd.cache.memory import ArenaState, Namespace
     from kvd.cache.plan import Lacking, Plan
     from kvd.cache.stores import Write
     from kvd.config import CacheConfig
     from kvd.protocol.codec import Tokens
+    from kvd.protocol.layout import Layout
     from kvd.tiers.base import TierArena
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ PROMOTE_BYTES = 16 << 20
 HELD_FRACTION = 16
 # What is summed at once, in the thread that gives memory: some milliseconds.
 SUM_BYTES = 32 << 20
-# A promotion that finds no pages in this time is given up.
+# A promotion that finds no pages in this time is given up: those in use may stay so for long.
 PROMOTE_SECONDS = 0.5
 # What is prefetched is given up after so long, and so many at once.
 PREFETCH_SECONDS = 60.0
@@ -134,6 +136,8 @@ class Mover:
     async def _demote_some(self, actor: StoreActor) -> bool:
         """Copy some blocks down; False where there are none to be copied."""
         async with self._writing[actor]:
+            for layout in self._state.stores.cramped(actor.state):
+                await self._make_place(actor, layout)
             plan: Plan = []
             write = self._state.stores.next_write(actor.state, self._demote_bytes, plan)
             self._manager.carry_out(plan)
@@ -159,6 +163,16 @@ class Mover:
         for place in bad:
             self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
         return not has_failed
+
+    async def _make_place(self, actor: StoreActor, layout: Layout) -> None:
+        """Where another layout has the room that is due to this one for good, it begins anew."""
+        try:
+            crowding = await actor.crowding(layout)
+        except KvdError:  # it is known to be in trouble
+            return
+        if crowding is not None:
+            self._manager.begin_anew(actor, crowding)
+            await actor.settle()  # from then on it is known what room there is
 
     async def _write(self, actor: StoreActor, write: Write) -> list[int]:
         """The places of blocks that are not what their checksum says; then not all were copied."""
@@ -291,8 +305,7 @@ class Mover:
                 return True
             keys = lacking.keys[: max(1, self._promote_bytes // layout.page_bytes)]
             first, width = lease.num_blocks, space.tree.block_bytes
-            runs = await self._manager.reserve(lease, 0, len(keys), 0, PROMOTE_SECONDS)
-            pages = pages_of(runs)
+            pages = await self._pages(lease, len(keys))
             copies = await actor.read(copying.read, store, arena, pages, keys)
             good = next((at for at, copy in enumerate(copies) if copy is not Copy.GOOD), len(keys))
             if good:
@@ -302,6 +315,17 @@ class Mover:
             if good < len(keys):
                 self.remove(space, tokens[: (first + good + 1) * width], copies[good], tier)
         return True
+
+    async def _pages(self, lease: Lease, num_pages: int) -> Pages:
+        """Pages to read into. Raises OutOfPages, but not while memory for them is on its way."""
+        while True:
+            try:
+                return pages_of(
+                    await self._manager.reserve(lease, 0, num_pages, 0, PROMOTE_SECONDS)
+                )
+            except OutOfPages:
+                if not lease.namespace.arena.pool.num_backing:
+                    raise
 
     # --- checksums ---
 

@@ -30,7 +30,6 @@ from kvd.cache.sequences import (
     check_generation,
 )
 from kvd.protocol.errors import TierFailed, UnknownSequence
-from kvd.protocol.keys import NamespaceInfo
 from kvd.protocol.messages import SequenceStatus
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ class Sequences:
         rows_of(tokens, request.extras, 0, namespace.tree.row_bytes)  # refuses wrong extras
         content = SequenceContent(tokens, request.extras, tail, request.state)
         info = SequenceInfo(
-            namespace=_info(namespace),
+            namespace=namespace.info,
             id=request.sequence,
             num_tokens=request.num_tokens,
             num_bytes=content.num_bytes,
@@ -217,12 +216,6 @@ class Sequences:
         """As `SequenceFiles.checkpoint`: what is saved survives the machine's end."""
         async with self._copying:
             await to_thread.run_sync(self._files.checkpoint)
-
-
-def _info(namespace: Namespace) -> NamespaceInfo:
-    return NamespaceInfo(
-        namespace.identity, namespace.arena.layout, namespace.salt, namespace.has_extras
-    )
 
 
 def _status(key: SequenceKey, info: SequenceInfo) -> SequenceStatus:

@@ -74,6 +74,7 @@ class StoreActor:
         self._undeleted: dict[Store, dict[BlockKey, None]] = {}
         # Why there is no store of a layout yet.
         self._unmade: dict[Layout, str] = {}
+        self._most_bytes: dict[Layout, int] = {}
         self._jobs: deque[Job] = deque()
         self._new_job = anyio.Event()
         self._is_closing = False
@@ -167,6 +168,7 @@ class StoreActor:
     async def _do(self, job: Job) -> None:
         try:
             job.result = await anyio.to_thread.run_sync(self._measured, job.function, *job.args)
+            self.state.most_bytes = self._most_bytes
             if job.then is not None:
                 job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
@@ -180,14 +182,18 @@ class StoreActor:
 
     def _measured(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         result = function(*args)
-        self.used_bytes = sum(store.used_bytes for store in self.tier.stores())
+        stores = self.tier.stores()
+        self.used_bytes = sum(store.used_bytes for store in stores)
+        self._most_bytes = {store.layout: store.most_bytes for store in stores}
         return result
 
-    async def read(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Have something read, beside the writer. Raises TierFailed."""
+    async def read(self, function: Callable[[Store, *Ts], T], store: Store, *args: *Ts) -> T:
+        """Have something read from a store, beside the writer. Raises TierFailed."""
         try:
-            return await anyio.to_thread.run_sync(function, *args, limiter=self._readers)
+            return await anyio.to_thread.run_sync(function, store, *args, limiter=self._readers)
         except Exception as error:
+            if self._stores.get(store.layout) is not store:
+                raise TierFailed(f"tier {self.name} gave up this store meanwhile") from error
             self.counters["read_failures"] += 1
             failed = self._as_failed(error)
             self._note(failed, reads=True)
@@ -273,6 +279,14 @@ class StoreActor:
             del self.state.record_bytes[layout]
             self._undeleted.pop(store, None)
             self.submit(self.tier.remove_store, store)
+
+    async def crowding(self, layout: Layout) -> Layout | None:
+        """Another layout that has the room which this one lacks, and cannot give it back."""
+        store = self._stores.get(layout)
+        if store is None:
+            return None
+        other: Store | None = await self.finish(self.submit(self.tier.crowding, store))
+        return other.layout if other else None
 
     async def sync(self) -> None:
         """When it returns, all that was submitted before survives a power loss; raises TierFailed.

@@ -18,6 +18,7 @@ from kvd.arena.runs import pages_of
 from kvd.cache.plan import Back, Freed, Plan, Unback
 from kvd.cache.radix import MEMORY
 from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.keys import NamespaceInfo
 from kvd.protocol.messages import Run, Shortage
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Namespace:
     @property
     def has_extras(self) -> bool:
         return self.tree.row_bytes > TOKEN_BYTES
+
+    @property
+    def info(self) -> NamespaceInfo:
+        return NamespaceInfo(self.identity, self.arena.layout, self.salt, self.has_extras)
 
     @property
     def guaranteed_pages(self) -> int:

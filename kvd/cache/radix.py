@@ -505,9 +505,8 @@ class Tree:
             self._split(node, keep)  # the node is its own lower part from here on
         parent = _parent(node)
         keys: list[BlockKey] = []
-        for one in reversed([node, *self.nodes(node)]):
-            if not one.is_in(tier):
-                continue
+        there = [one for one in (node, *self.nodes(node)) if one.is_in(tier)]
+        for one in reversed(there):
             keys += one.block_keys()[::-1]
             self.counts[tier] -= one.num_blocks
             if not one.locks:
@@ -516,9 +515,7 @@ class Tree:
             if not one.tiers:
                 _unlist(one)
                 self.num_nodes -= 1
-        for one in [node, *self.nodes(node)] if node.tiers else []:
-            if one.is_in(MEMORY) and not one.saving >> tier & 1:
-                self.unsaved[tier][one] = None
+        self.unsaved[tier].update((one, None) for one in there if one.is_in(MEMORY))
         self.lrus[tier].offer(parent)
         return keys
 

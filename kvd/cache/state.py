@@ -743,6 +743,13 @@ class CacheState:
             plan.append(Forgotten(tier, space.arena.layout, keys))
         return plan
 
+    def forget_copies(self, layout: Layout, tier: int) -> None:
+        """A store gave up all it had of a layout; what memory has gets copies anew."""
+        for space in self.memory.spaces():
+            if space.arena.layout == layout:
+                for child in list(space.tree.root.children):
+                    space.tree.forget(child, 0, tier)
+
     def _remove(self, space: Namespace, gone: Gone, plan: Plan) -> None:
         """Blocks left the tree: memory and stores have them no more, but for who holds them."""
         self.memory.free(space, gone.free, plan)

@@ -37,8 +37,9 @@ Admission = Literal["all", "reused"]
 class StoreState:
     """One tier below memory: number `tier` of all.
 
-    `record_bytes` says what a block of a layout takes of `usable_bytes`. `admission`: whether each
-    block gets a copy, or one that was matched again. `unknown_bytes` are taken by records of which
+    `record_bytes` says what a block of a layout takes of `usable_bytes`, and `most_bytes` what all
+    of them may take where that is less. `admission`: whether each block gets a copy, or one that
+    was matched again. `unknown_bytes` are taken by records of which
     this start knows nothing. While it fails nothing goes down, or comes up.
     """
 
@@ -47,7 +48,7 @@ class StoreState:
     usable_bytes: int
     admission: Admission = "all"
     record_bytes: dict[Layout, int] = field(default_factory=dict)
-    writing_bytes: int = 0
+    most_bytes: dict[Layout, int] = field(default_factory=dict)
     unknown_bytes: int = 0
     turn: int = 0
     may_write: bool = True
@@ -56,6 +57,10 @@ class StoreState:
     def keeps(self, layout: Layout) -> bool:
         """Whether it has room for a block of a layout at all."""
         return 0 < self.record_bytes.get(layout, 0) <= self.usable_bytes
+
+    def most_of(self, layout: Layout) -> int:
+        """What its blocks of a layout may take."""
+        return min(self.usable_bytes, self.most_bytes.get(layout, self.usable_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,10 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copies on their way to a store: of each block its page, key, parent's key and rows."""
+    """Copies on their way to a store: of each block its page, key, parent's key and rows.
+
+    They take `num_bytes` there.
+    """
 
     store: StoreState
     arena: ArenaState
@@ -78,10 +86,7 @@ class Write:
     keys: list[BlockKey]
     parents: list[bytes]
     rows: list[bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.pages) * self.store.record_bytes[self.arena.layout]
+    num_bytes: int
 
 
 class Stores:
@@ -146,9 +151,10 @@ class Stores:
     def _write_of(
         self, store: StoreState, arena: ArenaState, max_bytes: int, plan: Plan
     ) -> Write | None:
-        record = store.record_bytes[arena.layout]
-        left = max(1, max_bytes // arena.layout.page_bytes)
-        left = min(left, store.usable_bytes // record, self._num_unsaved(store, arena, left))
+        layout = arena.layout
+        record, most = store.record_bytes[layout], store.most_of(layout)
+        left = max(1, max_bytes // layout.page_bytes)
+        left = min(left, most // record, self._num_unsaved(store, arena, left))
         if not left:
             return None
         # What the oldest ones follow stays, or the same blocks would go and come again for ever.
@@ -157,10 +163,13 @@ class Stores:
             for space in self._memory.spaces()
             for node in islice(space.tree.unsaved[store.tier], 1)
         ]
-        self._make_room(store, left * record, plan)
+        self._make_room(store, left * record, plan, layout)
         for space, end in held:
             space.tree.unlock(end)
-        left = min(left, (store.usable_bytes - self.used_bytes(store)) // record)
+        room = min(
+            most - self.used_bytes(store, layout), store.usable_bytes - self.used_bytes(store)
+        )
+        left = min(left, room // record)
         pieces: list[_Piece] = []
         for space in _in_turn(arena.namespaces, store.turn // len(self._memory.arenas)):
             while left > 0 and space.tree.unsaved[store.tier]:
@@ -173,7 +182,6 @@ class Stores:
                     left -= size
         write = _write(store, arena, pieces) if pieces else None
         if write:
-            store.writing_bytes += write.num_bytes
             self.writes.append(write)
         return write
 
@@ -190,7 +198,6 @@ class Stores:
     def end_write(self, write: Write, plan: Plan, *, saved: bool) -> int:
         """The copies are in the store, or will not be; how many blocks have one now."""
         self.writes.remove(write)
-        write.store.writing_bytes -= write.num_bytes
         count = 0
         for piece in write.pieces:
             num_saved, gone = piece.space.tree.end_saving(
@@ -229,17 +236,31 @@ class Stores:
 
     # --- what goes ---
 
-    def used_bytes(self, store: StoreState) -> int:
-        """Of its usable bytes, what records take, those on their way included."""
-        return (
-            store.unknown_bytes
-            + store.writing_bytes
-            + sum(
-                space.tree.counts[store.tier] * store.record_bytes.get(space.arena.layout, 0)
-                for space in self._memory.spaces()
-                if space.tree.counts[store.tier]
-            )
+    def used_bytes(self, store: StoreState, layout: Layout | None = None) -> int:
+        """Of its usable bytes, what records take, those on their way included; or a layout's."""
+        known = sum(
+            space.tree.counts[store.tier] * store.record_bytes.get(space.arena.layout, 0)
+            for space in self._spaces(layout)
+            if space.tree.counts[store.tier]
         )
+        coming = sum(
+            write.num_bytes
+            for write in self.writes
+            if write.store is store and layout in (None, write.arena.layout)
+        )
+        return known + coming + (0 if layout else store.unknown_bytes)
+
+    def _spaces(self, layout: Layout | None) -> list[Namespace]:
+        return [space for space in self._memory.spaces() if layout in (None, space.arena.layout)]
+
+    def cramped(self, store: StoreState) -> set[Layout]:
+        """The layouts of which blocks wait that have no room beside those that are there."""
+        return {
+            layout
+            for layout in store.most_bytes.keys() & store.record_bytes.keys()
+            if self.used_bytes(store, layout) + store.record_bytes[layout] > store.most_of(layout)
+            and any(space.tree.unsaved[store.tier] for space in self._spaces(layout))
+        }
 
     def num_blocks(self, store: StoreState) -> int:
         return sum(space.tree.counts[store.tier] for space in self._memory.spaces())
@@ -248,12 +269,20 @@ class Stores:
         """Let go what is more than the store may hold."""
         self._make_room(store, 0, plan)
 
-    def _make_room(self, store: StoreState, num_bytes: int, plan: Plan) -> None:
+    def _make_room(
+        self, store: StoreState, num_bytes: int, plan: Plan, layout: Layout | None = None
+    ) -> None:
+        """Have room for so many bytes, of a layout: in what its own may take, and all together."""
+        if layout:
+            excess = self.used_bytes(store, layout) + num_bytes - store.most_of(layout)
+            self._evict(store, layout, excess, plan)
+        self._evict(store, None, self.used_bytes(store) + num_bytes - store.usable_bytes, plan)
+
+    def _evict(self, store: StoreState, layout: Layout | None, excess: int, plan: Plan) -> None:
         """Forget the least recent leaves of all namespaces, as far as there are unlocked ones."""
-        excess = self.used_bytes(store) + num_bytes - store.usable_bytes
         heap = [
             (leaf.stamp, space.id, space)
-            for space in self._memory.spaces()
+            for space in (self._spaces(layout) if excess > 0 else ())
             if (leaf := space.tree.lrus[store.tier].coldest())
         ]
         heapify(heap)
@@ -306,6 +335,7 @@ def _write(store: StoreState, arena: ArenaState, pieces: list[_Piece]) -> Write:
         keys += own
         parents += [node.parent.last_key, *own[:-1]]
         rows += [bytes(node.tokens[at : at + width]) for at in range(0, len(node.tokens), width)]
-    write = Write(store, arena, pieces, np.concatenate(pages), keys, parents, rows)
+    num_bytes = len(keys) * store.record_bytes[arena.layout]
+    write = Write(store, arena, pieces, np.concatenate(pages), keys, parents, rows, num_bytes)
     assert len(write.pages) == len(write.keys), "what has no page has nothing to be copied"
     return write

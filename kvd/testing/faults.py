@@ -123,6 +123,10 @@ class FaultyStore(Store):
     def used_bytes(self) -> int:
         return self.inner.used_bytes
 
+    @property
+    def most_bytes(self) -> int:
+        return self.inner.most_bytes
+
     def write(self, records: Sequence[Record]) -> None:
         self._trouble.meet_write()
         self.inner.write(records)
@@ -193,6 +197,11 @@ class FaultyStoreTier(StoreTier):
         store = FaultyStore(self.inner.create_store(layout, data_bytes), self._trouble)
         self._stores.append(store)
         return store
+
+    def crowding(self, store: Store) -> FaultyStore | None:
+        assert isinstance(store, FaultyStore)
+        other = self.inner.crowding(store.inner)
+        return next((one for one in self._stores if one.inner is other), None)
 
     def remove_store(self, store: Store) -> None:
         self._trouble.meet("remove_store")

@@ -6,6 +6,7 @@ tier keeps copies of blocks as records by key; so does a memory tier behind the 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -231,6 +232,14 @@ class Store(ABC):
     def used_bytes(self) -> int:
         """Of the tier's capacity: what is really taken where the records are kept."""
 
+    @property
+    def most_bytes(self) -> int:
+        """What its records may take at most as things are: what it has, and what it would get.
+
+        Above the tier's usable bytes where nothing but those limits it.
+        """
+        return sys.maxsize
+
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
         """Keep these records, all of them or none; one whose key is there takes its place.
@@ -295,3 +304,11 @@ class StoreTier(Tier):
     @abstractmethod
     def remove_store(self, store: Store) -> None:
         """Forget a store and all in it, for good."""
+
+    def crowding(self, store: Store) -> Store | None:
+        """Another store that has the room of which this one lacks some, and cannot give it back.
+
+        When this one needs it, the other is removed and made anew. None where room moves between
+        stores, or is shared fairly.
+        """
+        return None

@@ -20,6 +20,9 @@ from kvd_tiers.lmdb_files import (
     DATA,
     DESCRIPTION,
     FOLDER,
+    NEW_BYTES,
+    SMALL_FILES_BYTES,
+    SPARE_SHARE,
     Description,
     Mark,
     Volume,
@@ -30,6 +33,7 @@ from kvd_tiers.lmdb_files import (
     read_mark,
     set_aside,
     sync_directory,
+    usable_of,
     volume_error,
 )
 from kvd_tiers.lmdb_store import LmdbStore, make_environment
@@ -42,10 +46,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 8 << 30
 LEAST_CAPACITY = 4 << 20
-# One part in so many of the capacity is for what lies broken between records, copies of the index
-# and the list of free pages; besides, each environment needs something however small it is.
-HEADROOM_SHARE = 16
-ENVIRONMENT_BYTES = 1 << 20
 
 
 class LmdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,9 +114,8 @@ class LmdbTier(StoreTier):
 
     @property
     def usable_bytes(self) -> int:
-        num_environments = max(len(self._stores), 1)
-        headroom = self.capacity_bytes // HEADROOM_SHARE + num_environments * ENVIRONMENT_BYTES
-        return max(self.capacity_bytes - headroom, 0)
+        kept = self.capacity_bytes // SPARE_SHARE + NEW_BYTES + SMALL_FILES_BYTES
+        return usable_of(self.capacity_bytes - kept, max(len(self._stores), 1))
 
     def stores(self) -> list[Store]:
         return list(self._stores)
@@ -133,6 +132,14 @@ class LmdbTier(StoreTier):
         self._stores.remove(store)
         store.remove()
         sync_directory(self.directory)
+
+    def crowding(self, store: Store) -> LmdbStore | None:
+        """The largest other one, where files that never shrink have what is due to this one."""
+        assert isinstance(store, LmdbStore)
+        others = [other for other in self._stores if other is not store]
+        if not (others and self._volume.is_crowded(store.folder)):
+            return None
+        return max(others, key=lambda other: other.used_bytes)
 
     def _open_store(self, folder: Path, description: Description) -> LmdbStore:
         return LmdbStore(

@@ -31,7 +31,12 @@ ASIDE = ".aside"
 # Of the capacity: for the small files beside the data, and what the file system adds to them.
 SMALL_FILES_BYTES = 256 << 10
 STEP_BYTES = 1 << 20  # by which files grow at least
+# One part in so many is headroom; besides, each environment needs some however small it is.
+HEADROOM_SHARE = 16
+ENVIRONMENT_BYTES = 1 << 20
 SCARCE_SHARE = 8  # room is scarce when less than one part in so many of the capacity is left
+SPARE_SHARE = 64  # of the capacity, one part in so many is left for an environment that may come
+NEW_BYTES = 384 << 10  # and so much that it can be made at all
 ZEROS = bytes(4 << 20)
 # Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
 # a mapped page may still need room, and a full volume is then SIGBUS.
@@ -128,6 +133,8 @@ class Volume:
     """A directory whose files together never take more than a capacity.
 
     Of the volume it leaves `floor_bytes` to others. Files grow one after the other, in a thread.
+    They never shrink: so each environment is left half of its equal share, and some is left for
+    those that may come.
     """
 
     def __init__(self, directory: Path, capacity_bytes: int, floor_bytes: int) -> None:
@@ -135,6 +142,10 @@ class Volume:
         self.capacity_bytes = capacity_bytes
         self.floor_bytes = floor_bytes
         self._executor = ThreadPoolExecutor(1, "kvd-lmdb-grow")
+
+    def begin(self, path: Path, size: int) -> None:
+        """Have the file of a new environment grow by what is kept for it. Raises TierFull."""
+        self._executor.submit(self._grow, path, size, size, is_new=True).result()
 
     def grow(self, path: Path, least: int, most: int) -> Future[int]:
         """Have a file grow by whole pages: while there is much room by `most`; its size then.
@@ -153,13 +164,14 @@ class Volume:
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def _grow(self, path: Path, least: int, most: int) -> int:
+    def _grow(self, path: Path, least: int, most: int, *, is_new: bool = False) -> int:
         much = most + self.capacity_bytes // SCARCE_SHARE
         if self._room < much:
             self._remove_what_is_aside()
-        if self._room < much:  # others may need it as well
+        room = self._room if is_new else self.room_of(path.parent)
+        if room < much and not is_new:  # others may need it as well
             most = max(least, STEP_BYTES) if least else 0
-        size = max(min(self._room, most), 0)
+        size = max(min(room, most), 0)
         size -= size % mmap.PAGESIZE
         if size < least:
             raise TierFull(self._fullness())
@@ -168,10 +180,33 @@ class Volume:
         except OSError as error:
             raise volume_error(error, f"{format_bytes(size)} more for {path}") from error
 
+    def room_of(self, folder: Path) -> int:
+        """How much more an environment may take, since what is set aside may go."""
+        others = [other for other in self.directory.glob(FOLDER) if other != folder]
+        kept = NEW_BYTES + sum(self.shortfall_of(other) for other in others)
+        if disk_bytes(folder) > (spare := self.capacity_bytes // SPARE_SHARE):
+            kept += spare
+        aside = sum(map(disk_bytes, self.directory.glob(FOLDER + ASIDE)))
+        return max(self._room + aside - kept, 0)
+
+    def is_crowded(self, folder: Path) -> bool:
+        """Whether an environment lacks room that others have, and not others of the volume."""
+        lacks = self.shortfall_of(folder) > 0 and self.room_of(folder) < STEP_BYTES
+        return lacks and self._room == self._own_room
+
+    def shortfall_of(self, folder: Path) -> int:
+        """What an environment lacks of half of its equal share."""
+        num_environments = max(sum(1 for _ in self.directory.glob(FOLDER)), 1)
+        everything = disk_bytes(self.directory) + max(self._room, 0)
+        return max(everything // (2 * num_environments) - disk_bytes(folder), 0)
+
     @property
     def _room(self) -> int:
-        taken = disk_bytes(self.directory) + SMALL_FILES_BYTES
-        return min(self.capacity_bytes - taken, free_bytes(self.directory) - self.floor_bytes)
+        return min(self._own_room, free_bytes(self.directory) - self.floor_bytes)
+
+    @property
+    def _own_room(self) -> int:
+        return self.capacity_bytes - SMALL_FILES_BYTES - disk_bytes(self.directory)
 
     def _remove_what_is_aside(self) -> None:
         for folder in self.directory.glob(FOLDER + ASIDE):
@@ -186,6 +221,15 @@ class Volume:
             f"free on the volume, {format_bytes(self.floor_bytes)} of them for others "
             "(free_floor_bytes)"
         )
+
+
+def usable_of(num_bytes: int, num_environments: int = 1) -> int:
+    """What records may take of what environments have: the rest is their headroom.
+
+    It is for what lies broken between records, copies of the index and the list of free pages.
+    """
+    headroom = num_bytes // HEADROOM_SHARE + num_environments * ENVIRONMENT_BYTES
+    return max(num_bytes - headroom, 0)
 
 
 def _extend(path: Path, size: int) -> int:

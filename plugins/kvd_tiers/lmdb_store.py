@@ -30,6 +30,7 @@ from kvd_tiers.lmdb_files import (
     boot_id,
     disk_bytes,
     reserve,
+    usable_of,
     volume_error,
     write_durably,
 )
@@ -103,6 +104,10 @@ class LmdbStore(Store):
     @property
     def used_bytes(self) -> int:
         return disk_bytes(self.folder)
+
+    @property
+    def most_bytes(self) -> int:
+        return usable_of(self.used_bytes + self._volume.room_of(self.folder))
 
     # --- records ---
 
@@ -307,7 +312,7 @@ def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volu
         with _told_as_ours(folder):
             # Not yet by a writable map: its file has no room before it grows.
             lmdb.open(str(folder), lib_version=0).close()
-        volume.grow(folder / DATA, LEAST_BYTES, LEAST_BYTES).result()
+        volume.begin(folder / DATA, LEAST_BYTES)
         write_durably(folder / MARK, Mark(clean=True, boot=boot_id(), synced=True))
         write_durably(folder / DESCRIPTION, description)
     except OSError as error:

@@ -166,9 +166,12 @@ async def ended(round: Round) -> None:
 
 @asynccontextmanager
 async def running(
-    directory: Path, config: CacheConfig = ON_DEMAND, section: dict[str, Any] = LMDB
+    directory: Path,
+    config: CacheConfig = ON_DEMAND,
+    section: dict[str, Any] = LMDB,
+    memory_bytes: int = capacity_of(128),
 ) -> AsyncGenerator[Cache]:
-    memory = load_tier({"type": "host", "capacity_bytes": capacity_of(128)}, directory, directory)
+    memory = load_tier({"type": "host", "capacity_bytes": memory_bytes}, directory, directory)
     below = load_tier(section, directory, directory)
     assert isinstance(memory, MemoryTier)
     assert isinstance(below, StoreTier)

@@ -11,13 +11,17 @@ from anyio import create_task_group
 from msgspec.structs import replace
 
 from kvd.actors.sequences import SequenceFiles
+from kvd.cache.radix import MEMORY
 from kvd.protocol.errors import TierFailed
+from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
-from tests.actors.stored import FAULTY, ON_DEMAND, TOKENS
+from tests.actors.stored import FAULTY, LMDB, ON_DEMAND, STORE, TOKENS
 from tests.actors.test_sequences import CHAT, sequence
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import PAGE_FIRST, PATIENCE_SECONDS
+from tests.e2e.support import BLOCK, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
+
+WIDE, WIDER = (Layout(2, heads, 64, "float32", block_size=BLOCK) for heads in (4, 8))
 
 pytestmark = pytest.mark.anyio
 
@@ -91,3 +95,22 @@ async def test_a_checkpoint_by_time_that_fails_is_said_and_tried_again(
         (shm / "data").mkdir(exist_ok=True)
         (shm / "data" / "sequences").touch()  # where a directory should be
         await until(lambda: caplog.text.count("reason=not_saved") > 1)
+
+
+async def test_a_layout_that_has_the_room_of_another_begins_anew(start: Any) -> None:
+    async with start(ON_DEMAND, LMDB | {"capacity_bytes": "8MiB"}, 4 << 20) as cache:
+        number = 0
+        await cache.open(WIDE)
+        while not cache.counters["blocks_evicted_stored"]:
+            number += 1
+            await cache.store(tokens_of(number, 64), on_disk=True)
+        num_before, old = cache.num_on_disk, cache.space
+        await cache.open(WIDER)
+        while not cache.counters["blocks_crowded_out"]:
+            number += 1
+            await cache.store(tokens_of(number, 32), on_disk=True)
+        assert cache.actor.trouble == ""
+        assert cache.counters["blocks_crowded_out"] <= num_before
+        assert cache.num_on_disk >= 32
+        assert old.tree.counts[STORE] == old.tree.counts[MEMORY]
+        assert await cache.mover.checkpoint() == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 from anyio import create_task_group
 
 from tests.actors.stored import TOKENS
 from tests.actors.waiting import until
-from tests.e2e.support import tokens_of
+from tests.actors.wire import packed
+from tests.e2e.support import BLOCK, PATIENCE_SECONDS, tokens_of
 
 pytestmark = pytest.mark.anyio
 
@@ -28,3 +30,21 @@ async def test_after_an_error_while_summing_later_blocks_are_summed(
             await until(lambda: "no descriptors are left" in caplog.text)
         await cache.store(tokens_of(2, 4))
         tasks.cancel_scope.cancel()
+
+
+async def test_a_promotion_waits_for_memory_that_is_on_its_way(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.actors.mover.PROMOTE_SECONDS", 0.001)
+    async with start() as cache, create_task_group() as tasks:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        with cache.matching(tokens_of(2, 4)) as number:
+            lease, pool = cache.manager.lease(1, number), cache.space.arena.pool
+            await cache.manager.reserve(lease, 0, pool.num_free, 0, PATIENCE_SECONDS)
+            may_go_on = anyio.Event()
+            cache.manager.do(may_go_on.wait)
+            tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
+            await until(lambda: cache.counters["reserves_short"] == 3)
+            may_go_on.set()
+            await until(lambda: cache.counters["blocks_promoted"] == len(TOKENS) // BLOCK)

@@ -278,14 +278,29 @@ class Machine(RuleBasedStateMachine):
             assert set(told) == keys
 
     def told_of_copies(self, plan: Plan, kept: Set[Name] = frozenset()) -> None:
-        """Each copy that goes is the least recent leaf, but for what is kept at that time."""
+        """Each copy that goes is the least recent leaf, but for what is kept at that time.
+
+        It is of its layout alone where that may take only so much.
+        """
         names = self.names()
         for step in plan:
             assert isinstance(step, plans.Forgotten)
             store = self.model.stores[step.tier - 1]
             for key in step.keys:
-                assert names[key] == self.model.coldest_copy(store, kept)
+                leaves = self.model.leaves(store, kept)
+                own = {name for name in leaves if self.layout_of(name) == step.layout}
+                is_bounded = step.layout in self.stores[step.tier - 1].most_bytes
+                choices = [leaves, own] if is_bounded else [leaves]
+                assert names[key] in map(self.model.coldest, choices)
                 self.model.forget_copy(store, names[key])
+
+    def layout_of(self, name: Name) -> Layout:
+        return self.state.namespaces[name[0]].arena.layout
+
+    def used_bytes_of(self, store: slow.Store, layout: Layout) -> int:
+        coming = [block.name for write in store.writes for block in write.blocks]
+        names = [*store.copies, *coming]
+        return self.model.bytes_of(name for name in names if self.layout_of(name) == layout)
 
     def kept(self, tier: int) -> set[Name]:
         """The paths of the blocks that waited longest in their namespaces."""

@@ -779,12 +779,16 @@ class Model:
         }
         return store.copies - set(map(self.before, store.copies)) - held - kept
 
-    def coldest_copy(self, store: Store, kept: Set[Name]) -> Name | None:
-        return min(self.leaves(store, kept), key=self.touched.__getitem__, default=None)
+    def coldest(self, names: Set[Name]) -> Name | None:
+        return min(names, key=self.touched.__getitem__, default=None)
 
     def forget_copy(self, store: Store, name: Name) -> None:
         store.copies.remove(name)
         store.may_lack = True
+
+    def give_up(self, store: Store, names: set[Name]) -> None:
+        store.copies -= names
+        store.wanted |= names & self.index.keys()
 
     def forget_copies(self, names: set[Name]) -> None:
         for store in self.stores:

@@ -530,11 +530,18 @@ class CacheAndModel(Machine):
         self.told_of_copies(plan, kept)
         if write is None:
             for space in self.wanting(expected):
+                layout, leaves = space.arena.layout, self.model.leaves(expected, kept)
                 room = store.usable_bytes - self.model.used_bytes_in(expected)
-                assert room < space.arena.layout.page_bytes
-                assert not self.model.leaves(expected, kept)
+                own_room = store.most_of(layout) - self.used_bytes_of(expected, layout)
+                assert min(room, own_room) < layout.page_bytes
+                if own_room >= layout.page_bytes:
+                    assert not leaves
+                elif store.most_of(layout) >= layout.page_bytes:
+                    assert layout not in map(self.layout_of, leaves)
             return None
         self.model.begin_write(expected, [names[key] for key in write.keys])
+        layout = write.arena.layout
+        assert self.used_bytes_of(expected, layout) <= store.most_of(layout)
         blocks = expected.writes[-1].blocks
         assert [Page(write.arena.id, page) for page in write.pages.tolist()] == [
             block.page for block in blocks
@@ -597,6 +604,24 @@ class CacheAndModel(Machine):
         self.told_of_copies(plan)
         is_within = self.model.used_bytes_in(expected) <= usable_bytes
         assert is_within or not self.model.leaves(expected, set())
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=any_number, most_bytes=st.sampled_from([0, 24, 96]))
+    def layout_has_another_room(self, pick: int, most_bytes: int) -> None:
+        store = self.stores[pick % len(self.stores)]
+        store.most_bytes[list(store.record_bytes)[pick % len(store.record_bytes)]] = most_bytes
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=any_number)
+    def store_gives_up_a_layout(self, pick: int) -> None:
+        """Between its writes; what memory has of it goes down again."""
+        store = self.stores[pick % len(self.stores)]
+        expected = self.model.stores[store.tier - 1]
+        layout = list(store.record_bytes)[pick % len(store.record_bytes)]
+        if not expected.writes:
+            self.state.forget_copies(layout, store.tier)
+            gone = {name for name in expected.copies if self.layout_of(name) == layout}
+            self.model.give_up(expected, gone)
 
     # --- ends ---
 

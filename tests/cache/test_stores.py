@@ -220,7 +220,7 @@ def test_a_copy_that_failed_goes_down_again() -> None:
     cache = Cache(stores=[store := disk()])
     cache.fill("ab")
     assert cache.end_write(cache.begin_write(store), saved=False) == 0
-    assert (cache.texts_in(1), store.writing_bytes) == (set(), 0)
+    assert (cache.texts_in(1), cache.state.stores.used_bytes(store)) == (set(), 0)
     assert cache.end_write(cache.begin_write(store)) == 2
     assert cache.state.counters["blocks_demoted"] == 2
 
@@ -325,6 +325,34 @@ def test_a_store_takes_no_more_than_it_may_hold_with_what_is_on_its_way() -> Non
     assert next_letters(cache, store, 2) == "c"
     assert cache.state.stores.used_bytes(store) == store.usable_bytes
     assert cache.state.stores.next_write(store, 64, []) is None
+
+
+def test_a_layout_whose_room_is_taken_makes_room_among_its_own() -> None:
+    cache = Cache(num_pages=48, backed=False, stores=[store := disk(num_blocks=8)])
+    cache.back(16)
+    cache.add_wide(16)
+    cache.fill("ab")
+    cache.fill("xy", "wide")
+    cache.save(store)
+    store.most_bytes[WIDE] = 2 * WIDE.page_bytes
+    assert cache.state.stores.cramped(store) == set()
+    cache.fill("z", "wide")
+    assert cache.state.stores.cramped(store) == {WIDE}
+    assert next_letters(cache, store) == "z"
+    assert (cache.texts_in(1), cache.texts_in(1, "wide")) == ({"ab"}, {"x"})
+    assert cache.state.stores.used_bytes(store, WIDE) == store.most_bytes[WIDE]
+
+
+def test_a_store_that_gives_up_a_layout_gets_again_what_memory_has_of_it() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("ab")
+    cache.fill("abc")
+    cache.save(store)
+    cache.fill("x")
+    cache.state.forget_copies(LAYOUT, 1)
+    assert cache.texts_in(1) == set()
+    check(cache.state)
+    assert next_letters(cache, store) == "xabc"
 
 
 def test_a_block_whose_parent_left_the_store_brings_it_along() -> None:

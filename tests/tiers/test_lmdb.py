@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from kvd.protocol.errors import ConfigError, TierFailed, TierFull
@@ -248,15 +249,39 @@ def test_the_floor_of_a_volume_is_left_to_others(tmpfs: Mount) -> None:  # noqa:
         assert found.f_bavail * found.f_frsize >= 32 * MIB
 
 
-def test_a_second_layout_finds_no_room_until_the_first_is_removed(
+def test_a_second_layout_has_little_room_until_the_first_is_removed(
     tier: LmdbTier, store: LmdbStore
 ) -> None:
-    num_kept = fill(store)
-    with pytest.raises(TierFull, match="capacity_bytes"):
-        tier.create_store(OTHER, OTHER.page_bytes)
-    assert len(list(tier.directory.iterdir())) == 2
+    fill(store)
+    assert tier.crowding(store) is None
+    other = tier.create_store(OTHER, OTHER.page_bytes)
+    num_kept = fill(other)
+    assert tier.crowding(other) is store
+    assert tier.crowding(store) is None
     tier.remove_store(store)
-    assert fill(tier.create_store(OTHER, OTHER.page_bytes)) > num_kept
+    assert tier.crowding(other) is None
+    assert other.most_bytes > 10 * num_kept * other.record_bytes
+
+
+def test_each_layout_is_left_half_of_its_equal_share(tier: LmdbTier, store: LmdbStore) -> None:
+    other = tier.create_store(OTHER, OTHER.page_bytes)
+    fill(store)
+    fill(other)
+    assert 2 * other.used_bytes < store.used_bytes < 3 * other.used_bytes
+    assert tier.crowding(other) is tier.crowding(store) is None
+    assert bytes_on_disk(tier.directory) <= tier.capacity_bytes
+
+
+def test_there_is_room_to_make_one_more_environment_and_no_more(
+    tier: LmdbTier, store: LmdbStore
+) -> None:
+    fill(store)
+    fill(tier.create_store(OTHER, OTHER.page_bytes))
+    third, fourth = (msgspec.structs.replace(OTHER, num_layers=number) for number in (3, 4))
+    tier.create_store(third, third.page_bytes)
+    with pytest.raises(TierFull, match="capacity_bytes"):
+        tier.create_store(fourth, fourth.page_bytes)
+    assert bytes_on_disk(tier.directory) <= tier.capacity_bytes
 
 
 def test_a_lower_capacity_holds_for_what_was_left(tier: LmdbTier, store: LmdbStore) -> None:
