@@ -18,7 +18,7 @@ class OwnerLock:
     """An exclusive lock for as long as its owner lives; the kernel frees it with the process."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """Raises AlreadyRunning where somebody else owns `what`."""
+        """Raises AlreadyRunning where somebody else owns `what`, ConfigError."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except OSError as error:
@@ -34,8 +34,15 @@ class OwnerLock:
                 why = f"another kvd (pid {owner or '?'}) owns {what}"
             raise AlreadyRunning(why) from error
         close_in_child(self)
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror}: make room there, or choose another "
+                "place"
+            ) from error
 
     def close(self) -> None:
         if self._fd >= 0:
