@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 from anyio import to_thread
 
+from kvd.actors.patience import Patience
 from kvd.arena.owner import private_directory
 from kvd.cache.rows import rows_of
 from kvd.cache.sequences import (
@@ -147,6 +148,7 @@ class Sequences:
         self._table = SequenceTable(limits)
         self._lock = anyio.Lock()
         self._copying = anyio.Lock()
+        self._disk = Patience("the disk of saved sequences")
 
     async def begin(self) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too.
@@ -216,7 +218,11 @@ class Sequences:
     async def checkpoint(self) -> None:
         """As `SequenceFiles.checkpoint`: what is saved survives the machine's end."""
         async with self._copying:
-            await to_thread.run_sync(self._files.checkpoint)
+            await self._disk.call(self._files.checkpoint)
+
+    def end_checkpoints(self, end: float) -> None:
+        """Whoever has copies made waits until then, and no longer."""
+        self._disk.end_at(end)
 
 
 def _info(namespace: Namespace) -> NamespaceInfo:
