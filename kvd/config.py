@@ -108,8 +108,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `endpoint`: where it listens; empty: KVD_ENDPOINT, else in the user's runtime directory, else in
     one under the temporary one. `directory`: its files in shared memory; empty: under /dev/shm, by
     user and endpoint. `data_directory`: its files on disk; empty: in the user's cache directory, by
-    endpoint. `grace_seconds`: how long a stop may take. `hang_seconds`: what was not heard of for so
-    long at the start, of the tiers below memory, is done without.
+    endpoint. `grace_seconds`: how long a stop may take. `hang_seconds`: at the start, a tier below
+    memory that was not heard of for so long is done without.
     """
 
     endpoint: str = ""
