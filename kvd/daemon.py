@@ -18,6 +18,7 @@ from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, curr
 
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
+from kvd.actors.patience import Patience
 from kvd.actors.recovery import recover
 from kvd.actors.router import Router
 from kvd.actors.scrubber import Scrubber
@@ -84,7 +85,11 @@ class Daemon(AsyncContextManagerMixin):
         with (
             closing(await to_thread.run_sync(self._own_endpoint)),
             closing(self._own_directory()),
-            closing(self._own_data_directory()),
+            closing(
+                await Patience(str(self.data_directory)).call(
+                    self._own_data_directory, still_seconds=self.config.hang_seconds
+                )
+            ),
         ):
             header_path = self.directory / "header"
             try:
@@ -124,7 +129,7 @@ class Daemon(AsyncContextManagerMixin):
                         await recover(self._manager, tier, stores)
                         sessions.begin()
                         self._manager.expect_earlier(sessions.earlier)
-                        await sequences.begin()
+                        await sequences.begin(self.config.hang_seconds)
                         # Before anything is bound: whoever holds a lease of an earlier start finds
                         # it void before this start can hand out a page.
                         header.begin_epoch(self.epoch)

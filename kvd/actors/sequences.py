@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -150,14 +151,15 @@ class Sequences:
         self._copying = anyio.Lock()
         self._disk = Patience("the disk of saved sequences")
 
-    async def begin(self) -> None:
+    async def begin(self, hang_seconds: float = math.inf) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too.
 
         Generations go on behind any that an earlier start gave, though it be discarded since: they
-        are microseconds, and no start gives one each.
+        are microseconds, and no start gives one each. Raises TierFailed, also where the disk does
+        not answer for so long.
         """
         self._table.begin(time.time_ns() // 1000)
-        for info in await to_thread.run_sync(self._files.begin):
+        for info in await self._disk.call(self._files.begin, still_seconds=hang_seconds):
             self._table.put(info.key, info)
 
     async def save(

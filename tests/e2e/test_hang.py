@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.testing.daemons import RunningDaemon, running_daemon
+from kvd.testing.daemons import DaemonFailed, RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import DeadlineExceeded
 from tests.arena.conftest import child, shm  # noqa: F401 - fixtures
@@ -137,6 +137,15 @@ def test_a_tier_that_hangs_is_off_until_the_next_start(
     shutil.rmtree(daemon.directory)
     daemon.start()
     assert num_found(namespace) == 8
+
+
+def test_sequences_on_a_disk_that_hangs_end_the_start_with_words(daemon: RunningDaemon) -> None:
+    daemon.stop()
+    copies = daemon.data_directory / "sequences"
+    copies.mkdir(mode=0o700)
+    os.mkfifo(copies / "one.sequence")  # nobody writes it: who reads it hangs
+    with pytest.raises(DaemonFailed, match="kvd: the disk of saved sequences does not answer"):
+        daemon.start()
 
 
 # --- an operator ---
