@@ -117,7 +117,7 @@ class Mover:
         except KvdError as error:
             logger.error("reason=not_saved %s", error)
         except anyio.get_cancelled_exc_class():
-            logger.error("reason=not_saved the stop took all the time that it may")
+            logger.error("reason=not_saved the stop had no time left for it")
             raise
         finally:
             self._tasks.cancel_scope.cancel()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.protocol.errors import AlreadyRunning, ConfigError
+from kvd.protocol.errors import AlreadyRunning, ConfigError, TierFailed
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
@@ -98,7 +98,7 @@ def test_a_lock_on_a_full_volume_is_refused_and_leaves_no_descriptor(
         while file.write(bytes(4096)):
             pass
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match="No space left on device: make room there"):
+    with pytest.raises(TierFailed, match="No space left on device: make room"):
         OwnerLock(volume / "lock", "it")
     assert len(os.listdir("/proc/self/fd")) == before
 
