@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,15 @@ except ModuleNotFoundError as error:
 
 def main() -> None:
     """Run kvd until SIGTERM or Ctrl-C; exit status 0, or 1 with a line that says what was wrong."""
-    args = _arguments()
+    status = _run(_arguments())
+    if threading.active_count() > 1:  # one that hangs in a disk would keep the process for ever
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         config = load(args.config)
         config = msgspec.structs.replace(config, log=_log_config(config.log, args))
@@ -37,7 +47,8 @@ def main() -> None:
         anyio.run(_serve, config, backend_options={"use_uvloop": True})
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
-        sys.exit(1)
+        return 1
+    return 0
 
 
 def _arguments() -> argparse.Namespace:

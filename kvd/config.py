@@ -108,13 +108,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `endpoint`: where it listens; empty: KVD_ENDPOINT, else in the user's runtime directory, else in
     one under the temporary one. `directory`: its files in shared memory; empty: under /dev/shm, by
     user and endpoint. `data_directory`: its files on disk; empty: in the user's cache directory, by
-    endpoint. `grace_seconds`: how long a stop may take.
+    endpoint. `grace_seconds`: how long a stop may take. `hang_seconds`: at the start, a tier below
+    memory that was not heard of for so long is done without.
     """
 
     endpoint: str = ""
     directory: str = ""
     data_directory: str = ""
     grace_seconds: Seconds = 5.0
+    hang_seconds: Seconds = 60.0
     cache: CacheConfig = CacheConfig()
     sessions: SessionConfig = SessionConfig()
     limits: LimitConfig = LimitConfig()

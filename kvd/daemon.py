@@ -7,6 +7,7 @@ router that owns the socket. Calls go down that line and results come back as re
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +18,7 @@ from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, curr
 
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
+from kvd.actors.patience import Patience
 from kvd.actors.recovery import recover
 from kvd.actors.router import Router
 from kvd.actors.scrubber import Scrubber
@@ -40,11 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of the time that a stop may take: for the tiers to end what they do and to be left whole.
+CLOSING_SHARE = 0.2
+
 
 class Daemon(AsyncContextManagerMixin):
     """kvd inside any program: `async with Daemon(config) as daemon: ...`.
 
-    Inside the block the endpoint is bound and serves; leaving it stops within `grace_seconds`.
+    Inside the block the endpoint is bound and serves; leaving it stops within `grace_seconds`. The
+    thread of a call that hangs in a disk is left then, with all that its tier has open.
     Needs an asyncio event loop. Entering raises ConfigError, AlreadyRunning or TierFailed.
     """
 
@@ -79,7 +85,11 @@ class Daemon(AsyncContextManagerMixin):
         with (
             closing(await to_thread.run_sync(self._own_endpoint)),
             closing(self._own_directory()),
-            closing(self._own_data_directory()),
+            closing(
+                await Patience(str(self.data_directory)).call(
+                    self._own_data_directory, still_seconds=self.config.hang_seconds
+                )
+            ),
         ):
             header_path = self.directory / "header"
             try:
@@ -88,7 +98,7 @@ class Daemon(AsyncContextManagerMixin):
                 raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
             tier, changed = TierActor(self.tier), Signal()
             stores = [
-                StoreActor(store, self._state_of(store, number), changed)
+                StoreActor(store, self._state_of(store, number), changed, self.config.hang_seconds)
                 for number, store in enumerate(self.stores, 1)
             ]
             actors: list[TierActor | StoreActor] = [tier, *stores]
@@ -108,6 +118,7 @@ class Daemon(AsyncContextManagerMixin):
                 self.epoch,
                 header_path,
             )
+            end = math.inf
             try:
                 async with create_task_group() as below:
                     for actor in actors:
@@ -118,7 +129,7 @@ class Daemon(AsyncContextManagerMixin):
                         await recover(self._manager, tier, stores)
                         sessions.begin()
                         self._manager.expect_earlier(sessions.earlier)
-                        await sequences.begin()
+                        await sequences.begin(self.config.hang_seconds)
                         # Before anything is bound: whoever holds a lease of an earlier start finds
                         # it void before this start can hand out a page.
                         header.begin_epoch(self.epoch)
@@ -130,16 +141,20 @@ class Daemon(AsyncContextManagerMixin):
                             try:
                                 yield
                             finally:
-                                above.cancel_scope.deadline = (
-                                    current_time() + self.config.grace_seconds
-                                )
+                                end = current_time() + self.config.grace_seconds
+                                saved_by = end - CLOSING_SHARE * self.config.grace_seconds
+                                above.cancel_scope.deadline = saved_by
+                                sequences.end_checkpoints(saved_by)
+                                for store in stores:
+                                    store.end_reads(saved_by)
                                 router.close()
                                 scrubber.close()
                                 await mover.close()
                                 self._manager.close()
                     finally:
-                        for actor in actors:
-                            actor.close()
+                        tier.close()
+                        for store in stores:
+                            store.close(min(end, current_time() + self.config.grace_seconds))
             finally:
                 # When nothing works on it any more; each store's actor closes its own.
                 with CancelScope(shield=True):

@@ -68,9 +68,14 @@ class AsyncClient(ClientBase):
         """As `Client.checkpoint`."""
         return await self.run(self._checkpoint(timeout))
 
-    async def verify(self, progress: Callable[[VerifyReply], None] | None = None) -> VerifyReply:
+    async def verify(
+        self,
+        progress: Callable[[VerifyReply], None] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> VerifyReply:
         """As `Client.verify`."""
-        return await self.run(self._verify(progress))
+        return await self.run(self._verify(progress, timeout))
 
     async def pin(
         self,

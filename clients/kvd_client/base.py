@@ -188,15 +188,29 @@ class ClientBase:
     def _checkpoint(self, timeout: float | None) -> Operation[int]:
         deadline = self.deadline(timeout)
         request = CheckpointRequest(id=self.next_id(), deadline_ns=wire(deadline))
-        reply = yield from self._ask(Call(request), deadline, CheckpointReply)
+        try:
+            reply = yield from self._ask(Call(request), deadline, CheckpointReply)
+        except DeadlineExceeded as error:
+            raise self._goes_on("saved") from error
         return reply.num_blocks
 
-    def _verify(self, progress: Callable[[VerifyReply], None] | None) -> Operation[VerifyReply]:
+    def _goes_on(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"not all was {what} within the deadline; kvd on {self.endpoint} goes on with it, "
+            "unless it does not answer"
+        )
+
+    def _verify(
+        self, progress: Callable[[VerifyReply], None] | None, timeout: float | None
+    ) -> Operation[VerifyReply]:
+        deadline = self.deadline(timeout)
         reply = first = yield from self._ask_to_verify(start=True)
         while not reply.is_done:
             if progress is not None:
                 progress(reply)
-            yield LinkChanged(self.connection.core.link, time.monotonic() + VERIFY_SECONDS)
+            if (now := time.monotonic()) >= deadline:
+                raise self._goes_on("verified")
+            yield LinkChanged(self.connection.core.link, min(deadline, now + VERIFY_SECONDS))
             reply = yield from self._ask_to_verify(start=False)
             if reply.epoch != first.epoch:
                 raise DaemonUnavailable("kvd was restarted while it verified: verify again")

@@ -71,14 +71,19 @@ class Client(ClientBase):
         """
         return self.run(self._checkpoint(timeout))
 
-    def verify(self, progress: Callable[[VerifyReply], None] | None = None) -> VerifyReply:
+    def verify(
+        self,
+        progress: Callable[[VerifyReply], None] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> VerifyReply:
         """Have all blocks compared with their checksums; what was found, when that is done.
 
         Bad ones are removed, with what follows them. It takes as long as reading all of them;
-        `progress` is told meanwhile how far it has come. Raises DaemonUnavailable and
-        DeadlineExceeded where the daemon does not say so.
+        `progress` is told meanwhile how far it has come. Raises DaemonUnavailable, and
+        DeadlineExceeded, after which it goes on.
         """
-        return self.run(self._verify(progress))
+        return self.run(self._verify(progress, timeout))
 
     def pin(
         self,

@@ -79,10 +79,11 @@ def checkpoint(endpoint: Endpoint = None, timeout: Timeout = 600.0, as_json: Jso
 
 
 @app.command(epilog="Example: kvd-ctl verify || kvd-ctl status")
-def verify(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = False) -> None:
+def verify(endpoint: Endpoint = None, timeout: Timeout = 600.0, as_json: Json = False) -> None:
     """Compare all blocks with their checksums; exit status 1 where some were bad or missing.
 
-    They are removed, with what follows them. Interrupting it does no harm: kvd goes on.
+    They are removed, with what follows them. Interrupting it does no harm: kvd goes on, as it does
+    when the time to wait is over.
     """
     with _client(endpoint, timeout) as client:
         is_good = commands.verify(client, as_json=as_json)

@@ -118,6 +118,9 @@ class Mover:
             await self.checkpoint()
         except KvdError as error:
             logger.error("reason=not_saved %s", error)
+        except anyio.get_cancelled_exc_class():
+            logger.error("reason=not_saved the stop had no time left for it")
+            raise
         finally:
             self._tasks.cancel_scope.cancel()
 
@@ -192,13 +195,25 @@ class Mover:
         """Copy down all that has no copy yet in the stores that survive; how many blocks.
 
         When it returns they survive a power loss, with the saved sequences, and what was dropped
-        before stays dropped. Raises TierFailed where that cannot be.
+        before stays dropped. All is tried beside each other, however long one of them takes; raises
+        the first error.
         """
         before = self._state.counters["blocks_demoted"]
-        await self._sequences.checkpoint()
-        for actor in self._stores:
-            if actor.tier.survives:
-                await self._save_all(actor)
+        errors: list[KvdError] = []
+
+        async def tried(save: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
+            try:
+                await save(*args)
+            except KvdError as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tried, self._sequences.checkpoint)
+            for actor in self._stores:
+                if actor.tier.survives:
+                    tasks.start_soon(tried, self._save_all, actor)
+        for error in errors:
+            raise error
         return self._state.counters["blocks_demoted"] - before
 
     async def _checkpoint_by_time(self) -> None:

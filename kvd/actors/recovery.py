@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -137,7 +137,9 @@ async def _read(
     """All that a store has, tried some times; raises TierFailed."""
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:
-            return await actor.read(_scanned, store), await actor.read(_namespaces, store)
+            still = actor.hang_seconds
+            records = await actor.read(_scanned, store, actor.moved, still_seconds=still)
+            return records, await actor.read(_namespaces, store, still_seconds=still)
         except TierFailed:
             if attempt == NUM_ATTEMPTS:
                 raise
@@ -145,8 +147,12 @@ async def _read(
     raise AssertionError
 
 
-def _scanned(store: Store) -> list[tuple[BlockKey, bytes]]:
-    return [record for batch in store.scan() for record in batch]
+def _scanned(store: Store, moved: Callable[[], None]) -> list[tuple[BlockKey, bytes]]:
+    records: list[tuple[BlockKey, bytes]] = []
+    for batch in store.scan():
+        moved()
+        records += batch
+    return records
 
 
 def _namespaces(store: Store) -> dict[bytes, NamespaceInfo]:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from kvd.arena.page_table import PageState
 from kvd.cache.radix import MEMORY
+from kvd.protocol.errors import KvdError
 from kvd.protocol.keys import KEY_BYTES
 from kvd.protocol.messages import TierCheck
 from kvd.tiers import copying
@@ -116,7 +117,8 @@ class Scrubber:
                 else:
                     await self._check_store(round, self._stores[tier - 1], bytes_a_second)
             except Exception as error:
-                logger.warning("reason=not_verified %s", error, exc_info=error)
+                fault = None if isinstance(error, KvdError) else error
+                logger.warning("reason=not_verified %s", error, exc_info=fault)
                 round.tiers[tier] = replace(round.tiers[tier], trouble=str(error))
         round.is_done = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import msgspec
 import xxhash
 from anyio import to_thread
 
+from kvd.actors.patience import Patience
 from kvd.arena.owner import private_directory
 from kvd.cache.rows import rows_of
 from kvd.cache.sequences import (
@@ -146,15 +148,17 @@ class Sequences:
         self._table = SequenceTable(limits)
         self._lock = anyio.Lock()
         self._copying = anyio.Lock()
+        self._disk = Patience("the disk of saved sequences")
 
-    async def begin(self) -> None:
+    async def begin(self, hang_seconds: float = math.inf) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too.
 
         Generations go on behind any that an earlier start gave, though it be discarded since: they
-        are microseconds, and no start gives one each.
+        are microseconds, and no start gives one each. Raises TierFailed, also where the disk does
+        not answer for so long.
         """
         self._table.begin(time.time_ns() // 1000)
-        for info in await to_thread.run_sync(self._files.begin):
+        for info in await self._disk.call(self._files.begin, still_seconds=hang_seconds):
             self._table.put(info.key, info)
 
     async def save(
@@ -215,7 +219,11 @@ class Sequences:
     async def checkpoint(self) -> None:
         """As `SequenceFiles.checkpoint`: what is saved survives the machine's end."""
         async with self._copying:
-            await to_thread.run_sync(self._files.checkpoint)
+            await self._disk.call(self._files.checkpoint)
+
+    def end_checkpoints(self, end: float) -> None:
+        """Whoever has copies made waits until then, and no longer."""
+        self._disk.end_at(end)
 
 
 def _status(key: SequenceKey, info: SequenceInfo) -> SequenceStatus:

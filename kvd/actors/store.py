@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import anyio
 import msgspec
 
+from kvd.actors.patience import Patience
 from kvd.protocol.errors import BadRequest, KvdError, TierFailed, TierFull
 from kvd.tiers.copying import Writer, data_bytes
 
@@ -56,8 +59,13 @@ class StoreActor:
     While it fails it is left alone for longer and longer pauses; nobody waits for it.
     """
 
-    def __init__(self, tier: StoreTier, state: StoreState, changed: Signal) -> None:
-        """`changed` is told when the tier works again."""
+    def __init__(
+        self, tier: StoreTier, state: StoreState, changed: Signal, hang_seconds: float
+    ) -> None:
+        """`changed` is told when the tier works again.
+
+        At the start, a tier hangs that was not heard of for `hang_seconds`.
+        """
         self.tier = tier
         self.state = state
         self.writer = Writer()
@@ -67,6 +75,7 @@ class StoreActor:
         self.counters = {"write_failures": 0, "read_failures": 0}
         # Asked for in the writer's thread: of a disk that hangs, status still tells.
         self.used_bytes = 0
+        self.hang_seconds = hang_seconds
         self._changed = changed
         self._stores: dict[Layout, Store] = {}
         self._unprepared: dict[bytes, NamespaceInfo] = {}
@@ -79,14 +88,19 @@ class StoreActor:
         self._new_job = anyio.Event()
         self._is_closing = False
         self._readers = anyio.CapacityLimiter(NUM_READERS)
+        self._reading = Patience(f"tier {tier.name}")
+        self._writing = Patience(f"tier {tier.name}")
         self._failed = anyio.Event()
 
     # --- life ---
 
     async def open(self, epoch: int) -> None:
-        """Begin; where the tier cannot be opened, without it. Raises AlreadyRunning."""
+        """Begin; where the tier cannot be opened, or hangs, without it. Raises AlreadyRunning."""
+        self.tier.moved = functools.partial(self._writing.moved, self.hang_seconds)
         try:
-            await anyio.to_thread.run_sync(self._measured, self.tier.open, epoch)
+            await self._writing.call(
+                self._measured, self.tier.open, epoch, still_seconds=self.hang_seconds
+            )
         except TierFailed as error:
             self.switch_off(error)
             return
@@ -107,7 +121,10 @@ class StoreActor:
         return self.tier.name
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Work until `close`; the tier is closed when nothing works on it any more."""
+        """Work until `close`; the tier is closed when nothing works on it any more.
+
+        One that hangs is not: it stays as a kill would leave it.
+        """
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._recover)
@@ -119,13 +136,21 @@ class StoreActor:
                         await self._do(self._jobs.popleft())
                 tasks.cancel_scope.cancel()
         finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self.tier.close)
+            try:
+                self._reading.check()
+                await self._writing.call(self.tier.close)
+            except TierFailed as error:
+                logger.error("reason=not_closed %s: its next start looks through it", error)
 
-    def close(self) -> None:
-        """Finish what was submitted, and nothing more."""
+    def close(self, end: float = math.inf) -> None:
+        """Finish what was submitted, until then, and nothing more."""
+        self._writing.end_at(end)
         self._is_closing = True
         self._new_job.set()
+
+    def end_reads(self, end: float) -> None:
+        """Whoever reads waits until then, and no longer."""
+        self._reading.end_at(end)
 
     @property
     def stores(self) -> Sequence[Store]:
@@ -167,7 +192,7 @@ class StoreActor:
 
     async def _do(self, job: Job) -> None:
         try:
-            job.result = await anyio.to_thread.run_sync(self._measured, job.function, *job.args)
+            job.result = await self._writing.call(self._measured, job.function, *job.args)
             self.state.most_bytes = self._most_bytes
             if job.then is not None:
                 job.then(job.result)
@@ -187,10 +212,21 @@ class StoreActor:
         self._most_bytes = {store.layout: store.most_bytes for store in stores}
         return result
 
-    async def read(self, function: Callable[[Store, *Ts], T], store: Store, *args: *Ts) -> T:
-        """Have something read from a store, beside the writer. Raises TierFailed."""
+    async def read(
+        self,
+        function: Callable[[Store, *Ts], T],
+        store: Store,
+        *args: *Ts,
+        still_seconds: float = math.inf,
+    ) -> T:
+        """Have something read from a store, beside the writer. Raises TierFailed.
+
+        Also where it stands still for so long, which it does not if it calls `moved`.
+        """
         try:
-            return await anyio.to_thread.run_sync(function, store, *args, limiter=self._readers)
+            return await self._reading.call(
+                function, store, *args, still_seconds=still_seconds, limiter=self._readers
+            )
         except Exception as error:
             if self._stores.get(store.layout) is not store:
                 raise TierFailed(f"tier {self.name} gave up this store meanwhile") from error
@@ -198,6 +234,10 @@ class StoreActor:
             failed = self._as_failed(error)
             self._note(failed, reads=True)
             raise failed from error
+
+    def moved(self) -> None:
+        """Told in the thread of a long read at the start."""
+        self._reading.moved(self.hang_seconds)
 
     # --- stores ---
 

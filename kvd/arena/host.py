@@ -46,6 +46,8 @@ class HostArena:
     @cached_property
     def memory(self) -> Arena:
         """The pages as the daemon itself has them mapped, once it is asked for copies of them."""
+        if self._fd < 0:  # whoever comes late would write over what is another's
+            raise KvdError("this arena is closed")
         size = self.num_pages * self.layout.page_bytes
         mapping = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
         mapping.madvise(mmap.MADV_DONTDUMP)
@@ -78,6 +80,7 @@ class HostArena:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            self.__dict__.pop("memory", None)
 
 
 class _Mapping(mmap.mmap):

@@ -81,14 +81,17 @@ class Trouble:
 
     def meet(self, what: str) -> None:
         """Before a call: nothing, a delay, or TierFailed."""
-        while self.faults == Faults.STUCK:
-            time.sleep(STUCK_SECONDS)
+        self.meet_stuck()
         if self.faults == Faults.GONE:
             raise TierFailed(f"{what}: the tier is gone")
         if self._strikes():
             time.sleep(self._config.delay_seconds)
         if self._strikes():
             raise TierFailed(f"{what}: an injected fault")
+
+    def meet_stuck(self) -> None:
+        while self.faults == Faults.STUCK:
+            time.sleep(STUCK_SECONDS)
 
     def meet_write(self) -> None:
         self.meet("write")
@@ -179,10 +182,12 @@ class FaultyStoreTier(StoreTier):
 
     def open(self, epoch: int) -> None:
         self._trouble.meet("open")
+        self.inner.moved = self.moved
         self.inner.open(epoch)
         self._stores = [FaultyStore(store, self._trouble) for store in self.inner.stores()]
 
     def close(self) -> None:
+        self._trouble.meet_stuck()
         self.inner.close()
 
     @property

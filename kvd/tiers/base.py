@@ -282,8 +282,11 @@ class StoreTier(Tier):
 
     `capacity_bytes` is a cap that what is kept never exceeds; `usable_bytes` of it may be taken by
     records, the rest is headroom. `open` finds what an earlier epoch left and trusts only what is
-    whole.
+    whole; where that takes long it calls `moved` again and again, or is taken for one that hangs.
     """
+
+    # Set by whoever opens the tier and waits for it.
+    moved: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     @abstractmethod

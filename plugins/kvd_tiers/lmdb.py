@@ -95,7 +95,9 @@ class LmdbTier(StoreTier):
         self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
         try:
             for folder in sorted(self.directory.glob(FOLDER)):
+                self.moved()
                 self._adopt(folder)
+            self.moved()
             self._shrink()
         except OSError as error:
             raise volume_error(error, f"{self.directory} cannot be used") from error
@@ -163,10 +165,11 @@ class LmdbTier(StoreTier):
                 logger.warning("%s is emptied: the machine ended and it was not synced", folder)
                 shutil.rmtree(folder)
                 return
-            if not mark.clean and (why := damage(folder)):
+            if not mark.clean and (why := damage(folder, self.moved)):
                 raise TierFailed(why)
             store = self._open_store(folder, description)
             if not mark.clean:
+                self.moved()
                 store.sync()  # whoever wrote it may not have
             self._stores.append(store)
         except (TierFailed, OSError) as error:

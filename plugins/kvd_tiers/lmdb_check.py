@@ -8,27 +8,41 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 from lmdb.verify import VerifyError, verify
 
 # Two GiB of records take less than a second; what takes so much longer is as good as damaged.
 BASE_SECONDS = 60.0
 BYTES_A_SECOND = 1 << 30
+LOOK_SECONDS = 1.0
 
 
-def damage(folder: Path) -> str:
-    """What a child process found wrong with an environment; empty if it is whole."""
+def damage(folder: Path, moved: Callable[[], None] = lambda: None) -> str:
+    """What a child process found wrong with an environment; empty if it is whole.
+
+    `moved` is told meanwhile that there is hope.
+    """
     size = (folder / "data.mdb").stat().st_size
     patience = BASE_SECONDS + size / BYTES_A_SECOND
     command = [sys.executable, "-m", "kvd_tiers.lmdb_check", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
-    except subprocess.TimeoutExpired:
-        return f"its check did not end within {patience:.0f} seconds"
-    if done.returncode == 0:
+    end = time.monotonic() + patience
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as child:
+        while True:
+            try:
+                said, complaint = child.communicate(timeout=min(LOOK_SECONDS, patience))
+                break
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > end:
+                    child.kill()
+                    return f"its check did not end within {patience:.0f} seconds"
+                moved()
+    if child.returncode == 0:
         return ""
-    return done.stdout.strip() or f"its check ended with status {done.returncode}: {done.stderr}"
+    return said.strip() or f"its check ended with status {child.returncode}: {complaint}"
 
 
 def main() -> int:

@@ -177,7 +177,8 @@ async def running(
     assert isinstance(below, StoreTier)
     changed = Signal()
     tier = TierActor(memory)
-    actor = StoreActor(below, StoreState(STORE, below.name, below.usable_bytes), changed)
+    state = StoreState(STORE, below.name, below.usable_bytes)
+    actor = StoreActor(below, state, changed, Config().hang_seconds)
     async with create_task_group() as tasks:
         for each in (tier, actor):
             await tasks.start(each.run)

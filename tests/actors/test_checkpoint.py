@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvd.actors.sequences import SequenceFiles
 from kvd.cache.radix import MEMORY
-from kvd.protocol.errors import TierFailed
+from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
 from tests.actors.stored import FAULTY, LMDB, ON_DEMAND, STORE, TOKENS
@@ -83,6 +83,22 @@ async def test_where_one_layout_has_no_room_the_others_are_saved_and_it_is_said(
         assert cache.counters["blocks_demoted"] == 4
 
 
+async def test_where_sequences_cannot_be_saved_blocks_are_and_it_is_said(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    files = SequenceFiles(shm, shm / "data")
+    files.begin()
+    files.write(CHAT, sequence())
+    async with start() as cache:
+        await cache.store(TOKENS)
+        (shm / "data").mkdir(mode=0o700, exist_ok=True)
+        (shm / "data" / "sequences").touch()  # where a directory should be
+        with pytest.raises(ConfigError, match="sequences"):
+            await cache.mover.checkpoint()
+        assert cache.counters["blocks_demoted"] == 4
+
+
 async def test_a_checkpoint_by_time_that_fails_is_said_and_tried_again(
     start: Any,
     shm: Path,  # noqa: F811
@@ -91,9 +107,9 @@ async def test_a_checkpoint_by_time_that_fails_is_said_and_tried_again(
     files = SequenceFiles(shm, shm / "data")
     files.begin()
     files.write(CHAT, sequence())
+    (shm / "data").mkdir()
+    (shm / "data" / "sequences").touch()  # where a directory should be
     async with start(replace(ON_DEMAND, checkpoint_seconds=0.01)):
-        (shm / "data").mkdir(exist_ok=True)
-        (shm / "data" / "sequences").touch()  # where a directory should be
         await until(lambda: caplog.text.count("reason=not_saved") > 1)
 
 

@@ -12,7 +12,7 @@ from kvd.protocol.errors import TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import StoreTier
 from kvd.tiers.registry import load_tier
-from tests.actors.stored import FLAKY, LMDB, ON_DEMAND, TOKENS
+from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import LAYOUT, PAGE_FIRST
@@ -53,6 +53,20 @@ async def test_the_tier_is_closed_when_all_that_was_submitted_is_done(
     (store,) = tier.stores()
     assert sum(map(len, store.scan())) == 2
     tier.close()
+
+
+async def test_a_read_at_the_start_that_stands_still_fails_and_the_tier_is_left(
+    start: Any,
+    shm: Path,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.store(TOKENS, on_disk=True)
+        set_faults(shm, Faults.STUCK)
+        with pytest.raises(TierFailed, match="does not answer"):
+            await cache.actor.read(cache.keys_on_disk, still_seconds=0.01)
+        set_faults(shm, Faults.NONE)
+    assert "reason=not_closed tier faulty" in caplog.text
 
 
 @pytest.mark.usefixtures("soon")

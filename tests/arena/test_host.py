@@ -114,6 +114,13 @@ def test_closing_leaves_the_file_and_may_be_repeated(host: HostArena) -> None:
     assert host.path.stat().st_blocks * 512 == EXTENT_BYTES
 
 
+def test_nobody_reaches_the_pages_of_a_closed_arena(host: HostArena) -> None:
+    assert host.memory.num_pages == NUM_PAGES
+    host.close()
+    with pytest.raises(KvdError, match="closed"):
+        host.memory  # noqa: B018
+
+
 def test_an_arena_is_found_as_it_was_left(host: HostArena, mapped: MappedArena) -> None:
     host.back(Run(0, EXTENT))
     mapped.writable().page_view(3)[:] = 5

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.protocol.errors import AlreadyRunning, ConfigError
+from kvd.protocol.errors import AlreadyRunning, ConfigError, TierFailed
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
@@ -87,6 +88,19 @@ def test_a_refused_owner_leaves_no_descriptor(shm: Path) -> None:
         OwnerLock(shm / "lock", "it")
     assert len(os.listdir("/proc/self/fd")) == before
     lock.close()
+
+
+def test_a_lock_on_a_full_volume_is_refused_and_leaves_no_descriptor(
+    mount: Callable[..., Path],
+) -> None:
+    volume = mount("size=16k,nr_inodes=100")
+    with open(volume / "all of it", "wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierFailed, match="No space left on device: make room"):
+        OwnerLock(volume / "lock", "it")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_private_directory_is_made_with_its_parents(shm: Path) -> None:

@@ -57,6 +57,19 @@ def test_a_checkpoint_says_how_many_blocks_it_copied(ctl: Ctl, ask: Ask) -> None
 
 
 @pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize("command", ["checkpoint", "verify"])
+def test_of_a_disk_that_hangs_it_says_that_kvd_goes_on(
+    daemon: RunningDaemon, ctl: Ctl, command: str
+) -> None:
+    ctl("checkpoint")
+    set_faults(daemon.data_directory, Faults.STUCK)
+    done = run_here(command, "--timeout", "0.3", KVD_ENDPOINT=daemon.endpoint)
+    set_faults(daemon.data_directory, Faults.NONE)
+    assert done.exit_code == 1
+    assert "goes on with it" in done.stderr
+
+
+@pytest.mark.usefixtures("stored")
 def test_a_checkpoint_that_fails_is_one_line(daemon: RunningDaemon) -> None:
     break_disk(daemon)
     done = run_here("checkpoint", KVD_ENDPOINT=daemon.endpoint)

@@ -427,6 +427,15 @@ def test_a_check_that_dies_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "its check ended with status" in damage(tmp_path)
 
 
+def test_a_check_that_takes_long_tells_that_it_goes_on(
+    crash: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_check, "LOOK_SECONDS", 0.001)
+    told: list[None] = []
+    assert damage(crash(), lambda: told.append(None)) == ""
+    assert told
+
+
 def test_a_check_without_end_is_damage(
     crash: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
