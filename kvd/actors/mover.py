@@ -224,8 +224,18 @@ class Mover:
             logger.error("reason=not_saved %s", error)
 
     async def _save_all(self, actor: StoreActor) -> None:
-        stores = self._state.stores
+        counters, num_given_up = self._state.counters, -1
         await actor.settle()  # a new layout's store is being made, perhaps
+        while num_given_up != counters["blocks_crowded_out"]:
+            # What a store gives up to begin anew goes down again.
+            num_given_up = counters["blocks_crowded_out"]
+            await self._save_waiting(actor)
+        await actor.sync()
+        actor.check_layouts()
+
+    async def _save_waiting(self, actor: StoreActor) -> None:
+        """Copy down all that waits for it now."""
+        stores = self._state.stores
         waiting = stores.waiting(actor.state)
         while waiting := stores.still_waiting(actor.state, waiting):
             # What another one had begun meanwhile may have been all.
@@ -233,8 +243,6 @@ class Mover:
                 raise TierFailed(
                     f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
-        await actor.sync()
-        actor.check_layouts()
 
     # --- up ---
 

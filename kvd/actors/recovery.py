@@ -63,8 +63,8 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
 async def _adopt(manager: Manager, adopted: Adopted) -> None:
     started = time.monotonic()
     arena, table = manager.add_arena(adopted.arena), adopted.arena.table
-    is_block = adopted.sealed & (adopted.records["state"] == PageState.COMMITTED)
-    used = set(np.unique(adopted.records["namespace"][is_block]).tolist())
+    is_block = adopted.found.are_committed
+    used = set(np.unique(adopted.found.records["namespace"][is_block]).tolist())
     spaces = {
         number: manager.restore_namespace(number, info, arena)
         for number, info in adopted.namespaces.items()
@@ -72,12 +72,12 @@ async def _adopt(manager: Manager, adopted: Adopted) -> None:
     }
     for number in adopted.namespaces.keys() - used:
         adopted.arena.forget_namespace(number)
-    found = read_table(adopted, spaces)
+    found = read_table(adopted.found, table.layout.block_size * table.row_bytes, spaces)
     planted = await anyio.to_thread.run_sync(plant, found.forest, MEMORY)
-    kept = adopted.pages[planted]
+    kept = adopted.found.pages[planted]
     for space in spaces.values():
         space.num_pages = space.tree.num_blocks
-    arena.pool.restore(adopted.pages, kept, list(found.quarantined.values()))
+    arena.pool.restore(adopted.found.pages, kept, list(found.quarantined.values()))
     # The table says what they are before anybody gets one of them.
     table.free(np.flatnonzero(arena.pool.states == PageState.FREE))
     for session, pages in found.quarantined.items():

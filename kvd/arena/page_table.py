@@ -12,6 +12,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -84,6 +85,24 @@ def record_dtype(block_size: int, row_bytes: int) -> np.dtype[Any]:
             ("rows", "u1", (padded,)),
         ]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecords:
+    """What a page table said when it was opened.
+
+    `records` are those of `pages`, all that have memory; `sealed` says which of them are whole.
+    """
+
+    pages: NDArray[np.int64]
+    records: NDArray[Any]
+    sealed: NDArray[np.bool_]
+
+    @property
+    def are_committed(self) -> NDArray[np.bool_]:
+        """Which of the pages are blocks."""
+        are_committed: NDArray[np.bool_] = self.records["state"] == PageState.COMMITTED
+        return self.sealed & are_committed
 
 
 class PageTable:

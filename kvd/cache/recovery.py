@@ -19,10 +19,10 @@ from kvd.protocol.keys import KEY_BYTES, BlockKey, chain
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvd.arena.page_table import FoundRecords
     from kvd.arena.runs import Pages
     from kvd.cache.memory import Namespace
     from kvd.cache.radix import Node
-    from kvd.tiers.base import Adopted
 
 ROOT = -1
 NOWHERE = -2
@@ -108,23 +108,25 @@ class FoundPages:
     quarantined: dict[int, Pages]
 
 
-def read_table(adopted: Adopted, spaces: dict[int, Namespace]) -> FoundPages:
-    """What the page table of an adopted arena says; `spaces` by the numbers that it knows."""
-    records, pages = adopted.records, adopted.pages
-    is_block = adopted.sealed & (records["state"] == PageState.COMMITTED)
-    is_block &= np.isin(records["namespace"], list(spaces))
+def read_table(found: FoundRecords, block_bytes: int, spaces: dict[int, Namespace]) -> FoundPages:
+    """What the page table of an adopted arena says; `spaces` by the numbers that it knows.
+
+    The rows of one block are of `block_bytes`.
+    """
+    records, pages, sealed = found.records, found.pages, found.sealed
+    is_block = found.are_committed & np.isin(records["namespace"], list(spaces))
     before = _places_before(records, pages, is_block)
     roots = np.flatnonzero(before == ROOT)
     numbers = records["namespace"][roots].tolist()
     forest = Forest(
         before,
-        _rows_of(records, adopted),
+        [rows.tobytes()[:block_bytes] for rows in records["rows"]],
         {place: spaces[number] for place, number in zip(roots.tolist(), numbers, strict=True)},
         pages=pages.tolist(),
     )
-    is_free = adopted.sealed & np.isin(records["state"], (PageState.UNBACKED, PageState.FREE))
-    in_doubt = ~is_free & ~(adopted.sealed & (records["state"] == PageState.COMMITTED))
-    owners = np.where(adopted.sealed, records["session"], 0)
+    is_free = sealed & np.isin(records["state"], (PageState.UNBACKED, PageState.FREE))
+    in_doubt = ~is_free & ~found.are_committed
+    owners = np.where(sealed, records["session"], 0)
     return FoundPages(
         forest,
         is_block,
@@ -133,11 +135,6 @@ def read_table(adopted: Adopted, spaces: dict[int, Namespace]) -> FoundPages:
             for owner in np.unique(owners[in_doubt]).tolist()
         },
     )
-
-
-def _rows_of(records: NDArray[np.void], adopted: Adopted) -> list[bytes]:
-    width = adopted.arena.layout.block_size * adopted.arena.row_bytes
-    return [rows.tobytes()[:width] for rows in records["rows"]]
 
 
 def _places_before(

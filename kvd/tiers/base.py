@@ -19,12 +19,10 @@ from kvd.protocol.units import format_bytes
 
 if TYPE_CHECKING:
     import msgspec
-    import numpy as np
-    from numpy.typing import NDArray
 
     from kvd.arena.base import Arena
     from kvd.arena.device import DeviceArena
-    from kvd.arena.page_table import PageTable
+    from kvd.arena.page_table import FoundRecords, PageTable
     from kvd.arena.runs import Pages
     from kvd.protocol.keys import BlockKey, NamespaceInfo
     from kvd.protocol.layout import Layout
@@ -137,16 +135,11 @@ class TierArena(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """An arena that an earlier epoch left, with what its page table said when it was opened.
-
-    `records` are those of `pages`, all that have memory; `sealed` says which of them are whole.
-    """
+    """An arena that an earlier epoch left, with what its page table said when it was opened."""
 
     arena: TierArena
     namespaces: dict[int, NamespaceInfo]
-    pages: Pages
-    records: NDArray[Any]
-    sealed: NDArray[np.bool_]
+    found: FoundRecords
 
 
 class MemoryTier(Tier):

@@ -88,11 +88,12 @@ class ShelfStore(Store):
         Of two with one key, the second of which a kill kept from taking the place of the first,
         either is good.
         """
-        is_record = adopted.sealed & (adopted.records["state"] == PageState.COMMITTED)
-        keys = adopted.records["rows"][is_record, :KEY_BYTES]
-        for page, key in zip(adopted.pages[is_record].tolist(), keys, strict=True):
+        found = adopted.found
+        is_record = found.are_committed
+        keys = found.records["rows"][is_record, :KEY_BYTES]
+        for page, key in zip(found.pages[is_record].tolist(), keys, strict=True):
             self._places[BlockKey(key.tobytes())] = _Place(page)
-        self._states[adopted.pages] = PageState.FREE
+        self._states[found.pages] = PageState.FREE
         self._states[[place.page for place in self._places.values()]] = PageState.COMMITTED
         self.arena.table.free(np.flatnonzero(self._states == PageState.FREE))
 

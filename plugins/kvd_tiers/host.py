@@ -18,7 +18,7 @@ from kvd.arena.files import boot_id, find_file
 from kvd.arena.header import header_identity
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import PageTableFile, table_bytes
+from kvd.arena.page_table import FoundRecords, PageTableFile, table_bytes
 from kvd.arena.runs import runs_of
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import MAX_GROUP_PAGES
@@ -223,8 +223,8 @@ def _adopt(path: Path, epoch: int, header: bytes) -> Adopted:
         _unback_others(arena, records, pages)
         records.table.begin_epoch(epoch)
         undo.pop_all()
-    adopted = HostTierArena(path, about, arena, records)
-    return Adopted(adopted, about.namespaces, pages, found, records.table.sealed(found))
+    read = FoundRecords(pages, found, records.table.sealed(found))
+    return Adopted(HostTierArena(path, about, arena, records), about.namespaces, read)
 
 
 def _unback_others(arena: HostArena, records: PageTableFile, pages: Pages) -> None:

@@ -11,7 +11,6 @@ from anyio import create_task_group
 from msgspec.structs import replace
 
 from kvd.actors.sequences import SequenceFiles
-from kvd.cache.radix import MEMORY
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
@@ -128,5 +127,5 @@ async def test_a_layout_that_has_the_room_of_another_begins_anew(start: Any) -> 
         assert cache.actor.trouble == ""
         assert cache.counters["blocks_crowded_out"] <= num_before
         assert cache.num_on_disk >= 32
-        assert old.tree.counts[STORE] == old.tree.counts[MEMORY]
+        assert old.tree.counts[STORE] >= 64  # saved again, as far as there is room now
         assert await cache.mover.checkpoint() == 0

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.arena.page_table import NO_PARENT, PageState
+from kvd.arena.page_table import NO_PARENT, FoundRecords, PageState
 from kvd.cache.audit import check
 from kvd.cache.radix import MEMORY
 from kvd.cache.recovery import about, plant, read_store, read_table
 from kvd.protocol.keys import BlockKey, chain
-from kvd.tiers.base import Adopted
 from tests.cache.conftest import LAYOUT, Cache, disk, packed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.cache.memory import Namespace
-    from kvd.protocol.layout import Layout
-    from kvd.tiers.base import TierArena
 
 RED, BLUE = "r" * 32, "b" * 32  # salts, which are the keys of their namespaces
 DISK = 1
@@ -33,17 +29,9 @@ Records = list[tuple[BlockKey, bytes]]
 some_texts = st.lists(st.text("abc", min_size=1, max_size=6), max_size=6)
 
 
-@dataclass(frozen=True)
-class Table:
-    """An arena that an earlier epoch left, as far as recovery looks at it."""
-
-    layout: Layout = LAYOUT
-    row_bytes: int = 4
-
-    def adopted(self, records: NDArray[Any], sealed: list[bool] | None = None) -> Adopted:
-        whole = np.array(sealed if sealed else [True] * len(records), np.bool_)
-        pages = np.arange(len(records), dtype=np.int64)
-        return Adopted(cast("TierArena", self), {}, pages, records, whole)
+def found_in(records: NDArray[Any], sealed: list[bool] | None = None) -> FoundRecords:
+    whole = np.array(sealed if sealed else [True] * len(records), np.bool_)
+    return FoundRecords(np.arange(len(records), dtype=np.int64), records, whole)
 
 
 def records_of(*blocks: tuple[int, int, str], num_words: int = 2) -> NDArray[Any]:
@@ -174,7 +162,7 @@ def test_rows_with_extras_come_back() -> None:
 def test_a_store_adds_its_copies_to_what_memory_has() -> None:
     cache, spaces = fresh()
     space = spaces[RED.encode()]
-    plant(read_table(Table().adopted(records_of((-1, 0, "a"), (0, 1, "b"))), {7: space}).forest, 0)
+    plant(read_table(found_in(records_of((-1, 0, "a"), (0, 1, "b"))), 4, {7: space}).forest, 0)
     assert plant(read_store(records_for("acd"), spaces), DISK).all()
     assert plant(read_store(records_for("abc"), spaces), DISK).tolist() == [False] * 3
     assert (cache.texts_in(MEMORY, RED), cache.texts_in(DISK, RED)) == ({"ab"}, {"acd"})
@@ -185,7 +173,7 @@ def test_a_store_adds_its_copies_to_what_memory_has() -> None:
 
 
 def test_a_table_of_no_pages_gives_nothing() -> None:
-    found = read_table(Table().adopted(records_of()), {})
+    found = read_table(found_in(records_of()), 4, {})
     assert plant(found.forest, MEMORY).tolist() == []
     assert found.quarantined == {}
 
@@ -198,7 +186,7 @@ def test_what_a_table_says_comes_back(texts: list[str]) -> None:
     blocks = [(pages.get(name[:-1], NO_PARENT), len(name) - 1, name[-1]) for name in names]
     cache, spaces = fresh()
     space = spaces[RED.encode()]
-    found = read_table(Table().adopted(records_of(*blocks)), {7: space})
+    found = read_table(found_in(records_of(*blocks)), 4, {7: space})
     assert plant(found.forest, MEMORY).all()
     ends = {name for name in names if not any(other[:-1] == name for other in names)}
     assert cache.texts(RED) == ends
@@ -217,7 +205,7 @@ def test_a_record_that_does_not_follow_its_parent_is_left_out(field: str, value:
     space = spaces[RED.encode()]
     records = records_of((-1, 0, "a"), (0, 1, "b"), (1, 2, "c"))
     records[1][field] = value
-    found = read_table(Table().adopted(records), {7: space, 8: space})
+    found = read_table(found_in(records), 4, {7: space, 8: space})
     assert plant(found.forest, MEMORY).tolist() == [True, False, False]
     assert cache.texts(RED) == {"a"}
 
@@ -226,8 +214,8 @@ def test_a_torn_record_is_in_doubt_and_what_follows_it_is_left_out() -> None:
     _, spaces = fresh()
     records = records_of((-1, 0, "a"), (0, 1, "b"), (1, 2, "c"))
     records["session"] = 3
-    table = Table().adopted(records, sealed=[True, False, True])
-    found = read_table(table, {7: spaces[RED.encode()]})
+    table = found_in(records, sealed=[True, False, True])
+    found = read_table(table, 4, {7: spaces[RED.encode()]})
     assert found.is_block.tolist() == [True, False, True]
     assert plant(found.forest, MEMORY).tolist() == [True, False, False]
     assert {owner: pages.tolist() for owner, pages in found.quarantined.items()} == {0: [1]}
@@ -243,14 +231,14 @@ def test_what_a_session_may_still_write_is_quarantined_by_it() -> None:
         PageState.UNBACKED,
     ]
     records["session"] = [0, 4, 5, 0, 0]
-    found = read_table(Table().adopted(records), {})
+    found = read_table(found_in(records), 4, {})
     assert not found.is_block.any()
     pages = {owner: pages.tolist() for owner, pages in found.quarantined.items()}
     assert pages == {0: [3], 4: [1], 5: [2]}
 
 
 def test_blocks_of_a_namespace_that_is_not_known_are_nobodys() -> None:
-    found = read_table(Table().adopted(records_of((-1, 0, "a"))), {})
+    found = read_table(found_in(records_of((-1, 0, "a"))), 4, {})
     assert (found.is_block.tolist(), found.quarantined) == ([False], {})
     assert plant(found.forest, MEMORY).tolist() == [False]
 
@@ -260,7 +248,7 @@ def test_a_table_has_rows_with_extras() -> None:
     space = cache.tenant(RED)
     records = records_of((-1, 0, ""), num_words=10)
     records["rows"] = np.arange(10)
-    found = read_table(Table(row_bytes=36).adopted(records), {7: space})
+    found = read_table(found_in(records), 36, {7: space})
     assert plant(found.forest, MEMORY).all()
     assert bytes(space.tree.root.children[0].tokens) == np.arange(9, dtype="<u4").tobytes()
 

@@ -105,10 +105,10 @@ def test_an_arena_is_adopted_as_it_was_left(left: Path) -> None:
 def test_the_records_are_those_of_pages_with_memory(left: Path) -> None:
     (adopted,) = adopt(left)
     expected = [*range(EXTENT_PAGES), *range(2 * EXTENT_PAGES, 3 * EXTENT_PAGES)]
-    assert adopted.pages.tolist() == expected
-    assert adopted.sealed.all()
-    assert (adopted.records["state"] == PageState.COMMITTED).all()
-    rows = adopted.records["rows"][:, :BLOCK_BYTES].copy().view("<u4")
+    assert adopted.found.pages.tolist() == expected
+    assert adopted.found.sealed.all()
+    assert (adopted.found.records["state"] == PageState.COMMITTED).all()
+    rows = adopted.found.records["rows"][:, :BLOCK_BYTES].copy().view("<u4")
     assert (rows == np.array(expected)[:, None]).all()
 
 
@@ -120,14 +120,14 @@ def test_rows_with_extras_come_back_whole(shm: Path) -> None:  # noqa: F811
         arena.table.commit([EXTENT_PAGES], NO_PARENT, 0, rows, namespace=1)
     (adopted,) = adopt(arena.path)
     assert adopted.arena.row_bytes == 36
-    assert adopted.records["rows"][0][: len(rows)].tobytes() == rows
+    assert adopted.found.records["rows"][0][: len(rows)].tobytes() == rows
 
 
 def test_an_arena_is_adopted_by_one_epoch_after_another(left: Path) -> None:
     for epoch in (2, 3, 4):
         (adopted,) = adopt(left, epoch)
         assert np.fromfile(left.with_suffix(".pages"), "<u8", 2)[1] == epoch
-    assert len(adopted.pages) == 2 * EXTENT_PAGES
+    assert len(adopted.found.pages) == 2 * EXTENT_PAGES
 
 
 def test_an_adopted_arena_goes_on(left: Path) -> None:
@@ -310,8 +310,8 @@ def test_a_record_of_which_some_words_were_written_is_in_doubt_alone(left: Path)
     page, size = 3, record_bytes(LAYOUT, 4)
     overwrite(".pages", HEADER_BYTES + page * size + size // 2, b"12345678")(left)
     (adopted,) = adopt(left)
-    assert adopted.pages[~adopted.sealed].tolist() == [page]
-    assert len(adopted.pages) == 2 * EXTENT_PAGES
+    assert adopted.found.pages[~adopted.found.sealed].tolist() == [page]
+    assert len(adopted.found.pages) == 2 * EXTENT_PAGES
 
 
 def test_an_extent_keeps_its_memory_for_one_word_of_a_record(shm: Path) -> None:  # noqa: F811
@@ -320,8 +320,8 @@ def test_an_extent_keeps_its_memory_for_one_word_of_a_record(shm: Path) -> None:
         arena.back(in_extent(1))
         arena.table.records["group"][EXTENT_PAGES + 5] = 1
     (adopted,) = adopt(arena.path)
-    assert adopted.pages.tolist() == list(range(EXTENT_PAGES, 2 * EXTENT_PAGES))
-    assert adopted.pages[~adopted.sealed].tolist() == [EXTENT_PAGES + 5]
+    assert adopted.found.pages.tolist() == list(range(EXTENT_PAGES, 2 * EXTENT_PAGES))
+    assert adopted.found.pages[~adopted.found.sealed].tolist() == [EXTENT_PAGES + 5]
 
 
 def test_memory_of_which_no_record_says_anything_goes_back(left: Path) -> None:
@@ -331,7 +331,7 @@ def test_memory_of_which_no_record_says_anything_goes_back(left: Path) -> None:
         adopted.arena.back(in_extent(3))  # and nobody noted it
         adopted.arena.table.unback(range(EXTENT_PAGES))  # and nobody took it
     (adopted,) = adopt(left, 3)
-    assert adopted.pages.tolist() == list(range(2 * EXTENT_PAGES, 3 * EXTENT_PAGES))
+    assert adopted.found.pages.tolist() == list(range(2 * EXTENT_PAGES, 3 * EXTENT_PAGES))
     assert blocks_on_disk(left.parent)[left.name] == before[left.name] // 2
 
 
@@ -344,7 +344,7 @@ def test_a_table_half_of_which_is_gone_loses_that_half(shm: Path) -> None:  # no
         arena.path
     )
     (adopted,) = adopt(arena.path)
-    assert adopted.pages.tolist() == list(range(2 * EXTENT_PAGES))
+    assert adopted.found.pages.tolist() == list(range(2 * EXTENT_PAGES))
     assert arena.path.stat().st_blocks * 512 == 2 * EXTENT_PAGES * LAYOUT.page_bytes
 
 
@@ -357,7 +357,7 @@ def test_records_without_memory_get_none_by_being_looked_at(shm: Path) -> None: 
     before = blocks_on_disk(shm)
     with opened(shm, 2, 16 << 20) as tier:
         (adopted,) = tier.adopt()
-        assert len(adopted.pages) == 3 * EXTENT_PAGES
+        assert len(adopted.found.pages) == 3 * EXTENT_PAGES
         assert blocks_on_disk(shm) == before
 
 
@@ -427,9 +427,9 @@ def test_what_is_adopted_is_what_was_there(life: list[Step], where: str, row_byt
             )
             records = arena.table.records[pages]
         (adopted,) = adopt(arena.path)
-        assert adopted.pages.tolist() == pages.tolist()
-        assert adopted.records.tobytes() == records.tobytes()
-        assert adopted.sealed.all()
+        assert adopted.found.pages.tolist() == pages.tolist()
+        assert adopted.found.records.tobytes() == records.tobytes()
+        assert adopted.found.sealed.all()
         assert arena.path.stat().st_blocks * 512 == len(pages) * LAYOUT.page_bytes
 
 
@@ -491,15 +491,17 @@ def test_what_a_killed_daemon_committed_is_adopted(
     (path,) = shm.glob("*.arena")
     with opened(shm, 2) as tier:
         (adopted,) = tier.adopt()
-        assert path.stat().st_blocks * 512 == len(adopted.pages) * LAYOUT.page_bytes
-        assert (~adopted.sealed).sum() <= 1
+        assert path.stat().st_blocks * 512 == len(adopted.found.pages) * LAYOUT.page_bytes
+        assert (~adopted.found.sealed).sum() <= 1
         check_blocks(adopted)
 
 
 def check_blocks(adopted: Adopted) -> None:
     """Each has the memory that its rows say, and stands behind a block that is there."""
-    is_block = adopted.sealed & (adopted.records["state"] == PageState.COMMITTED)
-    blocks = dict(zip(adopted.pages[is_block].tolist(), adopted.records[is_block], strict=True))
+    is_block = adopted.found.are_committed
+    blocks = dict(
+        zip(adopted.found.pages[is_block].tolist(), adopted.found.records[is_block], strict=True)
+    )
     assert blocks
     for page, record in blocks.items():
         (number,) = set(record["rows"][:BLOCK_BYTES].copy().view("<u4").tolist())
