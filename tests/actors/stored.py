@@ -23,6 +23,7 @@ from kvd.cache.audit import check
 from kvd.cache.stores import StoreState
 from kvd.config import CacheConfig, Config, LimitConfig
 from kvd.protocol.messages import CommitItem, MatchItem, TierCheck
+from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import MemoryTier, Record, StoreTier
 from kvd.tiers.copying import data_bytes
 from kvd.tiers.registry import load_tier
@@ -196,6 +197,7 @@ async def running(
             yield cache
             check(manager.state)
         finally:
+            set_faults(directory, Faults.NONE)  # a stuck one would keep a test that failed
             with anyio.CancelScope(shield=True):
                 await mover.close()
                 manager.close()

@@ -10,7 +10,7 @@ import pytest
 from kvd.config import CacheConfig
 from kvd.protocol.errors import TierFailed
 from kvd.testing.faults import Faults, set_faults
-from kvd.tiers.base import StoreTier
+from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
 from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
@@ -55,6 +55,10 @@ async def test_the_tier_is_closed_when_all_that_was_submitted_is_done(
     tier.close()
 
 
+def scanned(store: Store) -> list[Any]:
+    return list(store.scan())
+
+
 async def test_a_read_at_the_start_that_stands_still_fails_and_the_tier_is_left(
     start: Any,
     shm: Path,  # noqa: F811
@@ -64,7 +68,7 @@ async def test_a_read_at_the_start_that_stands_still_fails_and_the_tier_is_left(
         await cache.store(TOKENS, on_disk=True)
         set_faults(shm, Faults.STUCK)
         with pytest.raises(TierFailed, match="does not answer"):
-            await cache.actor.read(cache.keys_on_disk, still_seconds=0.01)
+            await cache.actor.read(scanned, cache.records, still_seconds=0.01)
         set_faults(shm, Faults.NONE)
     assert "reason=not_closed tier faulty" in caplog.text
 
