@@ -169,6 +169,8 @@ class Crashes:
         with self._auditor() as client:
             self._read(client, [*self.rng.sample(before, min(len(before), MAX_READ)), *last])
             self._take_stock(client.status())
+        counts = self.stress.counts
+        self.stress.say(f"{counts['kills']} kills, {counts['commits']} commits")
 
     def _take_stock(self, status: StatusReply) -> None:
         """The books agree while all are at work, and nothing had to go."""

@@ -27,12 +27,10 @@ from tests.stress.crash import Crashes
 from tests.stress.worker import Worker
 
 SEED = 1
-# Those of PARTS that the daemon stands.
-STOOD = ("clients", "crash")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", STOOD)
+@pytest.mark.parametrize("part", command.PARTS)
 def test_part_finds_no_fault(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = command.main([part, "--tiny", "--seed", str(SEED)])
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
