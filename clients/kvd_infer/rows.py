@@ -9,7 +9,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvd_client import BadRequest, KvdError, Layout, Lease, LeaseEnded, Namespace, PagesInUse
+from kvd_client import (
+    BadRequest,
+    DeadlineExceeded,
+    KvdError,
+    Layout,
+    Lease,
+    LeaseEnded,
+    Namespace,
+    OutOfPages,
+    PagesInUse,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +43,23 @@ class Rows:
 
     length: int  # tokens whose rows are written
     reused_tokens: int  # those of them that were matched
+    _pages_end: bool  # once a token has no page, none behind it gets one: commits are contiguous
 
-    def __init__(self, namespace: Namespace | None, layout: Layout, tokens: Tensor) -> None:
-        """Match the ids `tokens` but for the last: an engine computes at least one itself."""
+    def __init__(
+        self,
+        namespace: Namespace | None,
+        layout: Layout,
+        tokens: Tensor,
+        lease: Lease | None = None,
+    ) -> None:
+        """Match the ids `tokens` but for the last: an engine computes at least one itself.
+
+        Or have what a lease has of them, be it a resumed sequence's.
+        """
         self._namespace = namespace
         self._layout = layout
         self._tokens = tokens
-        self._take(tokens[:-1])
+        self._take(lease or self._match(tokens[:-1]))
         self.reused_tokens = self.length
 
     @property
@@ -52,13 +72,38 @@ class Rows:
         return self._lease.num_committed if self._lease else 0
 
     @property
+    def lease(self) -> Lease | None:
+        """The pages; None where all lies in private memory."""
+        return self._lease
+
+    @property
     def _capacity(self) -> int:
         return self._lease.capacity_tokens if self._lease else 0
 
+    def reserve(self, num_tokens: int, seconds: float) -> bool:
+        """Have pages for so many tokens; whether there are, or none are to be had any more.
+
+        Raises LeaseEnded.
+        """
+        lease = self._lease
+        if lease is None or self._pages_end or num_tokens <= lease.capacity_tokens:
+            return True
+        with _going_on():
+            try:
+                lease.reserve(num_tokens, timeout=seconds)
+            except (OutOfPages, DeadlineExceeded):
+                return False
+            return True
+        self._pages_end = True
+        return True
+
     def extend(self, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Views for writing tokens `length` to `stop - 1`, and for reading all up to them."""
+        """Views for writing tokens `length` to `stop - 1`, and for reading all up to them.
+
+        Tokens for which there is no page soon, and all behind them, lie in private memory.
+        """
         self._check()
-        self._reserve(stop)
+        self._pages_end = not self.reserve(stop, RESERVE_SECONDS) or self._pages_end
         return self._views(self.length, stop, for_writing=True), self._views(0, stop)
 
     def written(self, stop: int) -> None:
@@ -74,8 +119,30 @@ class Rows:
             raise BadRequest(f"{len(tokens)} ids for the KV of {self.length} tokens: crop it first")
         if not torch.equal(tokens[: self.num_known], self._tokens):
             raise BadRequest("the ids do not begin with the prompt, or with what was committed")
-        self._tokens = tokens[: max(self.length, self.num_known)]
+        self.learn(tokens[: max(self.length, self.num_known)])
         self._commit()
+
+    def learn(self, tokens: Tensor) -> None:
+        """The ids of the sequence so far, which begin with those that are known."""
+        self._tokens = tokens
+
+    def fork(self) -> Rows | None:
+        """The same rows for another sequence, blocks shared and the rest copied.
+
+        None where they lie in private memory, or there are no pages for the rest.
+        """
+        old = self._lease
+        if old is None or self._pages_end:
+            return None
+        with _going_on():
+            lease = old.fork(reserve_tokens=self.length - self.num_committed)
+            if lease.capacity_tokens >= self.length:
+                lease.copy_rows(old, self.num_committed, self.length)
+                fork = Rows(self._namespace, self._layout, self._tokens, lease)
+                fork.length = self.length
+                return fork
+            lease.release()
+        return None
 
     def crop(self, num_tokens: int) -> None:
         """Forget all rows and ids but those of the first tokens, of which there are more.
@@ -117,8 +184,8 @@ class Rows:
         """Hold the first tokens in a lease that can be written behind them."""
         old = self._lease
         assert old is not None, "only pages are never written again"
-        self._take(self._tokens)
-        self._reserve(num_tokens)
+        self._take(self._match(self._tokens))
+        self._pages_end = not self.reserve(num_tokens, RESERVE_SECONDS)
         _copy(
             old.read_tensors(self.length, num_tokens),
             self._views(self.length, num_tokens, for_writing=True),
@@ -128,11 +195,10 @@ class Rows:
 
     # --- the daemon ---
 
-    def _take(self, tokens: Tensor) -> None:
-        """A new lease, of what kvd knows of these tokens; the rows are those that it matched."""
-        self._lease = self._match(tokens)
+    def _take(self, lease: Lease | None) -> None:
+        """The rows are those that this lease matched; without one all lies in private memory."""
+        self._lease = lease
         self._memory = _PrivateMemory(self._layout)
-        # Once a token has no page, none behind it gets one: commits are contiguous.
         self._pages_end = False
         self.length = self._lease.num_tokens if self._lease else 0
         self._num_sealed = self.num_committed
@@ -152,22 +218,15 @@ class Rows:
         if self._lease is not None:
             self._lease.check()
 
-    def _reserve(self, num_tokens: int) -> None:
-        lease = self._lease
-        if lease is not None and not self._pages_end and num_tokens > lease.capacity_tokens:
-            self._pages_end = True
-            with _going_on():
-                lease.reserve(num_tokens, timeout=RESERVE_SECONDS)
-                self._pages_end = False
-
     def _commit(self) -> None:
         """Commit the whole blocks of known ids whose rows are written, and lie in pages."""
         if (lease := self._lease) is not None:
             stop = min(self.num_known, self.length, lease.capacity_tokens)
             # Whatever becomes of the commit: an answer may be lost.
             self._num_sealed = max(self._num_sealed, stop - stop % self._layout.block_size)
-            with _going_on():
-                lease.commit(self._tokens[lease.num_committed : stop].numpy())
+            if stop - lease.num_committed >= self._layout.block_size:
+                with _going_on():
+                    lease.commit(self._tokens[lease.num_committed : stop].numpy())
 
 
 class _PrivateMemory:

@@ -1,0 +1,154 @@
+"""Sequence: one output of a request on its way, with its tokens and its KV."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvd_infer.rows import Rows
+
+if TYPE_CHECKING:
+    from kvd_client import Layout, Lease, Namespace
+    from kvd_infer.sampler import SamplingParams
+    from kvd_infer.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of an engine: `params.n` continuations of the prompt `tokens`.
+
+    Of those that wait the next is the one of the highest priority, and the oldest of these. What
+    is not done by `deadline`, as time.monotonic() has it, ends there.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The next tokens of a sequence, from position `start` on, and where their rows lie.
+
+    `tokens` are ids, `[tokens]` in int64; `targets` the rows to be written and `parts` all rows to
+    attend to, as `[layers, planes, tokens, heads, head_size]`, in the tokens' order.
+    """
+
+    tokens: Tensor
+    start: int
+    targets: list[Tensor]
+    parts: list[Tensor]
+
+    def forget(self) -> None:
+        """Let go of all views, whoever has this: nothing may hold one when rows are `written`."""
+        self.targets.clear()
+        self.parts.clear()
+
+
+class Sequence:
+    """Its tokens are the prompt and what was generated; the KV of all but the last is computed.
+
+    tokens:   0 ……… prompt ……… generated ……… num_tokens
+    rows:     0 ……………… rows.length ……………… num_tokens - 1
+              KV is there   to be computed      to be sampled from
+
+    It has rows while it runs. What it gives back when it is preempted is matched again later, as
+    far as it is still cached, and computed else: nothing of the output changes.
+    """
+
+    def __init__(self, request: Request, sample: int, arrival: int) -> None:
+        self.request = request
+        self.sample = sample
+        self.order = (-request.priority, arrival, sample)
+        self.num_tokens = self.num_prompt = len(request.tokens)
+        self._ids = torch.empty(self.num_prompt + request.params.max_tokens, dtype=torch.int64)
+        self._ids[: self.num_prompt] = torch.tensor(request.tokens)
+        self.rows: Rows | None = None
+        self.cached_tokens = 0
+        self.text: TextStream | None = None
+        self.generation = 0  # of its last save
+
+    @property
+    def name(self) -> str:
+        """What it is saved by."""
+        return f"{self.request.id}/{self.sample}"
+
+    @property
+    def tokens(self) -> Tensor:
+        """All ids so far, `[num_tokens]` in int64."""
+        return self._ids[: self.num_tokens]
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :].tolist()
+
+    @property
+    def most_tokens(self) -> int:
+        """How long it may get."""
+        return len(self._ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV is to be computed before the next can be sampled."""
+        return self.num_tokens - (self.rows.length if self.rows else 0)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether its KV lies in memory of the engine's own."""
+        return self.rows is not None and self.rows.lease is None
+
+    def begin(self, namespace: Namespace | None, layout: Layout) -> None:
+        """Take what is cached of its tokens."""
+        if self.rows is None:
+            self.rows = Rows(namespace, layout, self.tokens)
+            if self.num_tokens == self.num_prompt:
+                self.cached_tokens = self.rows.reused_tokens
+
+    def resume(self, namespace: Namespace, generated: list[int], lease: Lease) -> None:
+        """Go on behind tokens that another process generated, with what is left of their KV."""
+        for token in generated:
+            self.append(token)
+        self.rows = Rows(namespace, namespace.layout, self.tokens, lease)
+
+    def follow(self, other: Sequence) -> bool:
+        """Share the rows of another sequence of the request, whose prompt is all computed.
+
+        Whether that could be; else it takes what is cached, as any.
+        """
+        self.rows = other.rows.fork() if other.rows else None
+        self.cached_tokens = other.cached_tokens
+        return self.rows is not None
+
+    def reserve(self, num_tokens: int, seconds: float) -> bool:
+        """Have pages for so many of the missing tokens; whether there are. Raises LeaseEnded."""
+        assert self.rows is not None
+        return self.rows.reserve(self.rows.length + num_tokens, seconds)
+
+    def chunk(self, num_tokens: int) -> Chunk:
+        """The next tokens to be computed. Raises LeaseEnded."""
+        assert self.rows is not None
+        start = self.rows.length
+        stop = start + num_tokens
+        return Chunk(self.tokens[start:stop], start, *self.rows.extend(stop))
+
+    def written(self, num_tokens: int) -> None:
+        """The rows of so many more tokens are computed. Raises LeaseEnded where that is void."""
+        assert self.rows is not None
+        self.rows.learn(self.tokens)
+        self.rows.written(self.rows.length + num_tokens)
+
+    def append(self, token: int) -> None:
+        self._ids[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def release(self) -> None:
+        """Give its pages back; what is committed stays cached, as long as there is room."""
+        if self.rows is not None:
+            self.rows.close()
+            self.rows = None
