@@ -64,12 +64,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
             "seed": (
                 self.seed is None or 0 <= self.seed < 1 << SEED_BITS,
-                f"from 0 to 2**{SEED_BITS} - 1, or leave it out",
+                f"from 0 to 2**{SEED_BITS} - 1, or left out",
             ),
             "stop": (all(self.stop), "strings of at least one character"),
             "stop_token_ids": (all(each >= 0 for each in self.stop_token_ids), "token ids"),
             "n": (self.n >= 1, "at least 1"),
-            "logprobs": (self.logprobs is None or self.logprobs >= 0, "at least 0, or none"),
+            "logprobs": (self.logprobs is None or self.logprobs >= 0, "at least 0, or left out"),
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
@@ -90,7 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Draw:
     """What the next token is chosen by, besides its logits: one sequence of a request.
 
-    `sample` says which of the request's `n` it is, `tokens` are all its ids, prompt and generated.
+    The params are seeded, unless greedy. `sample` says which of the request's `n` sequences it is;
+    `tokens` are all its ids, prompt and generated.
     """
 
     params: SamplingParams
@@ -111,7 +112,7 @@ class NextToken:
 
 
 def next_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[NextToken]:
-    """One token for each draw, by its row of the logits `[draws, vocabulary]`, which are kept."""
+    """One token for each draw, by its row of the logits, `[draws, vocabulary]` on any device."""
     likeliest = logits.argmax(dim=-1).tolist()
     chosen = [
         _choose(row, draw) if _changes(draw.params) else best
