@@ -371,7 +371,11 @@ class Mover:
         if not len(pages):
             return
         generations = arena.table.generations(pages)
-        sums = await self._manager.checksums(arena, pages)
+        try:
+            sums = await self._manager.checksums(arena, pages)
+        except Exception:  # they are tried again, behind those that may do better
+            self._manager.unsummed.append((number, pages))
+            raise
         arena.table.add_checksums(pages, generations, sums)
 
     async def verify(self, arena: ArenaState, pages: Pages) -> tuple[int, int]:
