@@ -42,6 +42,7 @@ from kvd.cache.plan import (
     Reserved,
     Short,
     Unback,
+    Unnamed,
     merged,
 )
 from kvd.cache.rows import row_bytes, rows_of
@@ -208,13 +209,12 @@ class Manager:
         width = row_bytes(extras=extras)
         async with self._opening:
             arena = self.state.find_arena(layout, width)
-            if self.state.find_namespace(key) is None:
+            if is_new := self.state.find_namespace(key) is None:
                 self.carry_out(self.state.make_place(for_arena=arena is None))
                 arena = self.state.find_arena(layout, width) or await self._add_arena(layout, width)
                 # Before a record has this number, it is known what it stands for.
                 number, info = self.state.next_number, NamespaceInfo(identity, layout, salt, extras)
                 await self._tier.note_namespace(self.arenas[arena.id], number, info)
-                self._tell_stores(info)
             assert arena is not None
             namespace = self.state.open_namespace(
                 session,
@@ -224,6 +224,8 @@ class Manager:
                 arena,
                 quota=self._quota(identity, salt),
             )
+            if is_new:
+                self._tell_stores(namespace.info)
         self._untidy.set()
         return Opened(namespace, self.arenas[arena.id])
 
@@ -704,10 +706,17 @@ class Manager:
                     self.do(self._tier.unback, arena, step.run)
                 case Forgotten():
                     self._stores[step.tier - 1].forget(step.layout, step.keys)
+                case Unnamed():
+                    self._forget_namespace(self.arenas[step.arena], step.namespace, step.key)
                 case Removed():
                     self._remove_arena(self.arenas.pop(step.arena))
                 case _:
                     assert_never(step)
+
+    def _forget_namespace(self, arena: TierArena, number: int, key: bytes) -> None:
+        self.do(self._tier.forget_namespace, arena, number)
+        for actor in self._stores:
+            actor.forget_namespaces(arena.layout, [key])
 
     def _remove_arena(self, arena: TierArena) -> None:
         self.do(self._tier.remove_arena, arena)

@@ -39,6 +39,7 @@ from kvd.cache.plan import (
     Removed,
     Reserved,
     Short,
+    Unnamed,
 )
 from kvd.cache.radix import Found, Gone, Node, Tree
 from kvd.cache.stores import Stores, StoreState
@@ -163,6 +164,7 @@ class CacheState:
         self._remove(space, space.tree.detach(space.tree.root), plan)
         space.arena.namespaces.remove(space)
         del self.namespaces[space.id], self._by_key[space.key]
+        plan.append(Unnamed(space.arena.id, space.id, space.key))
 
     @property
     def next_number(self) -> int:

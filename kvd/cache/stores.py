@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Memory, Namespace
     from kvd.cache.plan import Plan
-    from kvd.cache.radix import Node, Tree
+    from kvd.cache.radix import Node
     from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
 
@@ -208,31 +208,20 @@ class Stores:
         self._counters["blocks_demoted"] += count
         return count
 
-    def waiting(self, store: StoreState) -> list[tuple[Tree, Node]]:
-        """What waits for a copy now, or has one on its way."""
-        nodes = [
-            (space.tree, node)
-            for space in self._memory.spaces()
-            if store.keeps(space.arena.layout)
-            for node in space.tree.unsaved[store.tier]
-        ]
-        ends = [
-            (piece.space.tree, piece.end)
-            for write in self.writes
-            if write.store is store
-            for piece in write.pieces
-        ]
-        return ends + nodes
+    def waiting(self, store: StoreState) -> list[Node]:
+        """What waits for a copy now, or has one on its way; what comes first stands last."""
+        nodes: list[Node] = []
+        for space in self._memory.spaces():
+            if store.keeps(space.arena.layout):
+                nodes += reversed(space.tree.unsaved[store.tier])
+        writes = [write for write in self.writes if write.store is store]
+        return nodes + [piece.end for write in writes for piece in write.pieces]
 
-    def still_waiting(
-        self, store: StoreState, nodes: list[tuple[Tree, Node]]
-    ) -> list[tuple[Tree, Node]]:
-        """Those of them that wait still."""
-        return [
-            (tree, node)
-            for tree, node in nodes
-            if node in tree.unsaved[store.tier] or node.saving >> store.tier & 1
-        ]
+    def still_wait(self, store: StoreState, nodes: list[Node]) -> bool:
+        """Whether any of them wait still; those behind the last that does are taken off."""
+        while nodes and not _waits(nodes[-1], store.tier):
+            nodes.pop()
+        return bool(nodes)
 
     # --- what goes ---
 
@@ -312,6 +301,10 @@ def _in_turn(members: list[T], turn: int) -> list[T]:
     """All members, another one first each turn."""
     first = turn % max(1, len(members))
     return members[first:] + members[:first]
+
+
+def _waits(node: Node, tier: int) -> bool:
+    return node in node.tree.unsaved[tier] or bool(node.saving >> tier & 1)
 
 
 def _missing(node: Node, tier: int) -> list[Node]:

@@ -172,9 +172,18 @@ class LmdbStore(Store):
             if not self._commit(lambda txn: txn.put(name, value, db=self._notes)):
                 raise TierFull(f"no room in {self.folder} for a note")
 
+    def delete_notes(self, names: Sequence[bytes]) -> None:
+        with self._writing():
+            if not self._commit(functools.partial(self._forget_notes, names)):
+                raise TierFull(f"no room in {self.folder} to forget notes in")
+
     def notes(self) -> dict[bytes, bytes]:
         with self._transaction() as txn, txn.cursor(self._notes) as cursor:
             return {bytes(name): bytes(value) for name, value in cursor.iternext()}
+
+    def _forget_notes(self, names: Sequence[bytes], txn: lmdb.Transaction[bytes]) -> None:
+        for name in names:
+            txn.delete(name, db=self._notes)
 
     # --- whole or not ---
 
