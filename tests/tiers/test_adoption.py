@@ -142,7 +142,7 @@ def test_an_adopted_arena_goes_on(left: Path) -> None:
     again = {each.arena.path: each for each in adopt(left, 3)}
     assert len(again) == 2
     assert again[left].namespaces == {1: TENANT, 2: other}
-    assert again[left].pages.tolist() == list(range(EXTENT_PAGES, 3 * EXTENT_PAGES))
+    assert again[left].found.pages.tolist() == list(range(EXTENT_PAGES, 3 * EXTENT_PAGES))
 
 
 def test_who_maps_an_arena_sees_the_same_memory(left: Path) -> None:
