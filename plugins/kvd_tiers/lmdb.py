@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.arena.files import boot_id, sync_directory
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
@@ -26,13 +27,11 @@ from kvd_tiers.lmdb_files import (
     Description,
     Mark,
     Volume,
-    boot_id,
     disk_bytes,
     free_bytes,
     read_description,
     read_mark,
     set_aside,
-    sync_directory,
     usable_of,
     volume_error,
 )
@@ -185,7 +184,7 @@ class LmdbTier(StoreTier):
 
 
 def _lost_power(mark: Mark) -> bool:
-    return not mark.clean and not mark.synced and mark.boot != boot_id()
+    return not mark.clean and not mark.synced and mark.boot != boot_id().hex()
 
 
 def _folder_name(layout: Layout) -> str:

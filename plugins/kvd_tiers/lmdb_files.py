@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvd.arena.files import replace_file, sync_directory
 from kvd.protocol.errors import TierFailed, TierFull
 from kvd.protocol.layout import Layout
 from kvd.protocol.units import format_bytes
@@ -58,12 +59,8 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     clean: bool
-    boot: str
+    boot: str  # in hexadecimal
     synced: bool
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 # --- small files -----------------------------------------------------------------------------
@@ -74,24 +71,11 @@ def write_durably(path: Path, value: msgspec.Struct) -> None:
 
     Until then the old one is: it is never read torn.
     """
-    fresh = path.with_suffix(".new")
     try:
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(value))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
+        replace_file(path, msgspec.json.encode(value), lasting=True)
         sync_directory(path.parent)
     except OSError as error:
         raise volume_error(error, f"{path} cannot be written") from error
-
-
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def read_description(folder: Path) -> Description:

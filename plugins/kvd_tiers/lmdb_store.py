@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
+from kvd.arena.files import boot_id
 from kvd.protocol.errors import TierFailed, TierFull
 from kvd.protocol.keys import KEY_BYTES, BlockKey
 from kvd.tiers.base import Store, most_about_bytes
@@ -27,7 +28,6 @@ from kvd_tiers.lmdb_files import (
     Description,
     Mark,
     allows_mapped_writes,
-    boot_id,
     disk_bytes,
     reserve,
     usable_of,
@@ -233,7 +233,7 @@ class LmdbStore(Store):
                 raise
 
     def _mark(self, *, clean: bool) -> None:
-        write_durably(self.folder / MARK, Mark(clean, boot_id(), self._sync))
+        write_durably(self.folder / MARK, Mark(clean, boot_id().hex(), self._sync))
 
     # --- transactions ---
 
@@ -322,7 +322,7 @@ def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volu
             # Not yet by a writable map: its file has no room before it grows.
             lmdb.open(str(folder), lib_version=0).close()
         volume.begin(folder / DATA, LEAST_BYTES)
-        write_durably(folder / MARK, Mark(clean=True, boot=boot_id(), synced=True))
+        write_durably(folder / MARK, Mark(clean=True, boot=boot_id().hex(), synced=True))
         write_durably(folder / DESCRIPTION, description)
     except OSError as error:
         raise volume_error(error, f"{folder} cannot be made") from error

@@ -163,3 +163,13 @@ async def test_a_namespace_that_is_refused_leaves_no_note(start: Any) -> None:
         with pytest.raises(LimitExceeded):
             await cache.open(salt="one too many")
         assert await cache.namespaces_on_disk() == {cache.space.key}
+
+
+async def test_a_namespace_that_is_refused_takes_no_others_place(start: Any) -> None:
+    async with start() as cache:
+        first, state = cache.space, cache.manager.state
+        await cache.open_in_place("second")
+        state.limits = LimitConfig(namespaces=2, session_namespaces=1)
+        with pytest.raises(LimitExceeded):
+            await cache.open(salt="one too many")
+        assert state.find_namespace(first.key) is first
