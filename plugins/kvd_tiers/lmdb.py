@@ -20,14 +20,15 @@ from kvd_tiers.lmdb_check import damage
 from kvd_tiers.lmdb_files import (
     DATA,
     DESCRIPTION,
-    FOLDER,
     NEW_BYTES,
     SMALL_FILES_BYTES,
     SPARE_SHARE,
+    Damaged,
     Description,
     Mark,
     Volume,
     disk_bytes,
+    environments,
     free_bytes,
     read_description,
     read_mark,
@@ -93,7 +94,7 @@ class LmdbTier(StoreTier):
         self._lock = OwnerLock(self.directory / "lmdb.lock", f"the data in {self.directory}")
         self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
         try:
-            for folder in sorted(self.directory.glob(FOLDER)):
+            for folder in environments(self.directory):
                 self.moved()
                 self._adopt(folder)
             self.moved()
@@ -160,18 +161,20 @@ class LmdbTier(StoreTier):
             return
         try:
             description, mark = read_description(folder), read_mark(folder)
+            if not (folder / DATA).is_file():
+                raise Damaged(f"its {DATA} is no file")
             if _lost_power(mark):
                 logger.warning("%s is emptied: the machine ended and it was not synced", folder)
                 shutil.rmtree(folder)
                 return
             if not mark.clean and (why := damage(folder, self.moved)):
-                raise TierFailed(why)
+                raise Damaged(why)
             store = self._open_store(folder, description)
             if not mark.clean:
                 self.moved()
                 store.sync()  # whoever wrote it may not have
             self._stores.append(store)
-        except (TierFailed, OSError) as error:
+        except Damaged as error:
             set_aside(folder, str(error))
 
     def _shrink(self) -> None:

@@ -7,9 +7,11 @@ import logging
 import mmap
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 import msgspec
@@ -27,6 +29,7 @@ VERSION = 1
 DATA = "data.mdb"
 DESCRIPTION = "layout.json"
 MARK = "mark.json"
+LOCK = "lock.mdb"
 FOLDER = "layout-" + "[0-9a-f]" * 16  # what is called otherwise is not ours
 ASIDE = ".aside"
 # Of the capacity: for the small files beside the data, and what the file system adds to them.
@@ -41,6 +44,7 @@ NEW_BYTES = 384 << 10  # and so much that it can be made at all
 ZEROS = bytes(4 << 20)
 # Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
 # a mapped page may still need room, and a full volume is then SIGBUS.
+MEMORY = Path("/dev/shm")
 MAPPED_WRITES = {"ext4", "xfs", "tmpfs"}
 
 
@@ -63,6 +67,10 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     synced: bool
 
 
+class Damaged(TierFailed):
+    """What lies there is not what was written: it will be of no use at any other start either."""
+
+
 # --- small files -----------------------------------------------------------------------------
 
 
@@ -79,15 +87,15 @@ def write_durably(path: Path, value: msgspec.Struct) -> None:
 
 
 def read_description(folder: Path) -> Description:
-    """Raises TierFailed, saying why what lies there is of no use."""
+    """Raises Damaged, saying why what lies there is of no use, and TierFailed."""
     version = _read(folder / DESCRIPTION, _Versioned).version
     if version != VERSION:
-        raise TierFailed(f"its format has version {version}, not {VERSION}")
+        raise Damaged(f"its format has version {version}, not {VERSION}")
     return _read(folder / DESCRIPTION, Description)
 
 
 def read_mark(folder: Path) -> Mark:
-    """Raises TierFailed."""
+    """Raises Damaged and TierFailed."""
     return _read(folder / MARK, Mark)
 
 
@@ -98,8 +106,17 @@ class _Versioned(msgspec.Struct, frozen=True):
 def _read(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise TierFailed(f"its {path.name} cannot be read: {error}") from error
+    except (FileNotFoundError, msgspec.MsgspecError) as error:
+        raise Damaged(f"its {path.name} cannot be read: {error}") from error
+    except OSError as error:
+        raise volume_error(error, f"{path} cannot be read") from error
+
+
+def environments(directory: Path) -> list[Path]:
+    """The folders of environments; what else lies there, be it called alike, is not ours."""
+    return sorted(
+        path for path in directory.glob(FOLDER) if path.is_dir() and not path.is_symlink()
+    )
 
 
 def set_aside(folder: Path, why: str) -> None:
@@ -166,7 +183,7 @@ class Volume:
 
     def room_of(self, folder: Path) -> int:
         """How much more an environment may take, since what is set aside may go."""
-        others = [other for other in self.directory.glob(FOLDER) if other != folder]
+        others = [other for other in environments(self.directory) if other != folder]
         kept = NEW_BYTES + sum(self.shortfall_of(other) for other in others)
         if disk_bytes(folder) > (spare := self.capacity_bytes // SPARE_SHARE):
             kept += spare
@@ -180,7 +197,7 @@ class Volume:
 
     def shortfall_of(self, folder: Path) -> int:
         """What an environment lacks of half of its equal share."""
-        num_environments = max(sum(1 for _ in self.directory.glob(FOLDER)), 1)
+        num_environments = max(len(environments(self.directory)), 1)
         everything = disk_bytes(self.directory) + max(self._room, 0)
         return max(everything // (2 * num_environments) - disk_bytes(folder), 0)
 
@@ -256,8 +273,29 @@ def disk_bytes(directory: Path) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    found = os.statvfs(directory)
+    """Raises TierFailed."""
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        raise volume_error(error, f"{directory} cannot be used") from error
     return found.f_bavail * found.f_frsize
+
+
+@contextmanager
+def lock_in_memory(folder: Path) -> Iterator[None]:
+    """Have the lock file that LMDB opens now, and nobody else ever, lie in memory.
+
+    Each read transaction writes there while its thread holds Python's own lock: on a disk that
+    hangs, no other thread would go on.
+    """
+    link = folder / LOCK
+    link.unlink(missing_ok=True)
+    with NamedTemporaryFile(prefix="kvd-", dir=MEMORY if MEMORY.is_dir() else None) as file:
+        link.symlink_to(file.name)
+        try:
+            yield
+        finally:
+            link.unlink(missing_ok=True)
 
 
 def allows_mapped_writes(directory: Path) -> bool:
@@ -272,4 +310,4 @@ def allows_mapped_writes(directory: Path) -> bool:
 
 def volume_error(error: OSError, what: str) -> TierFailed:
     kind = TierFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else TierFailed
-    return kind(f"{what}: {error.strerror}")
+    return kind(f"{what}: {error.strerror or error}")

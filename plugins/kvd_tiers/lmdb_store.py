@@ -25,10 +25,12 @@ from kvd_tiers.lmdb_files import (
     MARK,
     STEP_BYTES,
     VERSION,
+    Damaged,
     Description,
     Mark,
     allows_mapped_writes,
     disk_bytes,
+    lock_in_memory,
     reserve,
     usable_of,
     volume_error,
@@ -53,6 +55,9 @@ SPARE_PAGES = 32
 PAGE_HEADER_BYTES = 16
 NODE_BYTES = 8 + 2
 NODE_MAX = (PAGE_BYTES - PAGE_HEADER_BYTES) // 2
+
+# What an environment is told to be that is not whole.
+DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 
 
 class LmdbStore(Store):
@@ -84,19 +89,20 @@ class LmdbStore(Store):
 
     def _open(self) -> None:
         size = reserve(self.folder / DATA)
-        self._env = lmdb.open(
-            str(self.folder),
-            map_size=size,
-            max_dbs=3,
-            # The commit itself is not synced apart from the data: a power loss undoes the last
-            # transaction at most, and costs half as much.
-            metasync=False,
-            sync=self._sync,
-            writemap=self._writemap,
-            # The kernel reads ahead, also where the file is larger than memory: without it, a
-            # record of 2 MiB is read by pieces of 4 KiB, nine times slower.
-            readahead=True,
-        )
+        with lock_in_memory(self.folder):
+            self._env = lmdb.open(
+                str(self.folder),
+                map_size=size,
+                max_dbs=3,
+                # The commit itself is not synced apart from the data: a power loss undoes the last
+                # transaction at most, and costs half as much.
+                metasync=False,
+                sync=self._sync,
+                writemap=self._writemap,
+                # The kernel reads ahead, also where the file is larger than memory: without it, a
+                # record of 2 MiB is read by pieces of 4 KiB, nine times slower.
+                readahead=True,
+            )
         self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
         self._data, self._about, self._notes = self._databases
         self._num_pages = size // PAGE_BYTES
@@ -320,7 +326,7 @@ def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volu
         folder.mkdir(mode=0o700)
         with _told_as_ours(folder):
             # Not yet by a writable map: its file has no room before it grows.
-            lmdb.open(str(folder), lib_version=0).close()
+            lmdb.open(str(folder), lib_version=0, lock=False).close()
         volume.begin(folder / DATA, LEAST_BYTES)
         write_durably(folder / MARK, Mark(clean=True, boot=boot_id().hex(), synced=True))
         write_durably(folder / DESCRIPTION, description)
@@ -356,5 +362,7 @@ def _told_as_ours(folder: Path) -> Iterator[None]:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:
         raise TierFull(f"{folder} is full: {error}") from error
+    except DAMAGE as error:
+        raise Damaged(f"{folder}: {error}") from error
     except lmdb.Error as error:
         raise TierFailed(f"{folder}: {error}") from error
