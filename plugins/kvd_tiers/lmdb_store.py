@@ -107,6 +107,11 @@ class LmdbStore(Store):
         self._data, self._about, self._notes = self._databases
         self._num_pages = size // PAGE_BYTES
 
+    def _reopen(self) -> None:
+        with self._gate.alone():
+            self._env.close()
+            self._open()
+
     @property
     def used_bytes(self) -> int:
         return disk_bytes(self.folder)
@@ -233,9 +238,7 @@ class LmdbStore(Store):
             except lmdb.Error:
                 # What could not be written may leave LMDB refusing everything until it is reopened.
                 self._end_growth()
-                with self._gate.alone():
-                    self._env.close()
-                    self._open()
+                self._reopen()
                 raise
 
     def _mark(self, *, clean: bool) -> None:
@@ -298,10 +301,9 @@ class LmdbStore(Store):
         """Go on with a longer file. Raises TierFull."""
         growing = self._growing or self._start_growing(num_pages)
         self._growing = None
-        size = growing.result()
-        with self._gate.alone():
-            self._env.set_mapsize(size)
-        self._num_pages = size // PAGE_BYTES
+        growing.result()
+        # Not by `set_mapsize`, which may wait for the disk while it holds Python's own lock.
+        self._reopen()
 
     def _start_growing(self, num_pages: int) -> Future[int]:
         most = max(num_pages, self._step_pages) * PAGE_BYTES

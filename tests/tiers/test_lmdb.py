@@ -462,9 +462,9 @@ def test_what_cannot_be_opened_now_is_not_forgotten(
     shm: Path,  # noqa: F811
 ) -> None:
     folder = crash()
-    with immutable(folder / "data.mdb"), closing(make(shm, 16 * MIB)) as tier:
-        with pytest.raises(TierFailed, match="not permitted"):
-            tier.open(2)
+    refused = pytest.raises(TierFailed, match="not permitted")
+    with immutable(folder / "data.mdb"), closing(make(shm, 16 * MIB)) as tier, refused:
+        tier.open(2)
     with closing(reopened(shm)) as tier:
         (store,) = tier.stores()
         assert sum(map(len, store.scan())) > 0
