@@ -120,7 +120,7 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     if all_known:
         actor.forget(store.layout, lost)
     else:  # the next start may know more of them; until then they take their room
-        actor.state.unknown_bytes += len(lost) * store.record_bytes
+        actor.state.unknown_bytes[store.layout] = len(lost) * store.record_bytes
     manager.state.counters["blocks_recovered"] += len(records) - len(lost)
     manager.state.counters["blocks_rootless"] += len(lost)
     seconds = time.monotonic() - started

@@ -332,6 +332,7 @@ class StoreActor:
         self._unmade.pop(layout, None)
         if (store := self._stores.pop(layout, None)) is not None:
             del self.state.record_bytes[layout]
+            self.state.unknown_bytes.pop(layout, None)
             self._undeleted.pop(store, None)
             self.submit(self.tier.remove_store, store)
 

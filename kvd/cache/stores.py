@@ -38,9 +38,9 @@ class StoreState:
     """One tier below memory: number `tier` of all.
 
     `record_bytes` says what a block of a layout takes of `usable_bytes`, and `most_bytes` what all
-    of them may take where that is less. `admission`: whether each block gets a copy, or one that
-    was matched again. `unknown_bytes` are taken by records of which
-    this start knows nothing. While it fails nothing goes down, or comes up.
+    of them may take where that is less. `unknown_bytes` of a layout are taken by records of which
+    this start knows nothing. `admission`: whether each block gets a copy, or one that was matched
+    again. While it fails nothing goes down, or comes up.
     """
 
     tier: int
@@ -49,7 +49,7 @@ class StoreState:
     admission: Admission = "all"
     record_bytes: dict[Layout, int] = field(default_factory=dict)
     most_bytes: dict[Layout, int] = field(default_factory=dict)
-    unknown_bytes: int = 0
+    unknown_bytes: dict[Layout, int] = field(default_factory=dict)
     turn: int = 0
     may_write: bool = True
     may_read: bool = True
@@ -61,6 +61,19 @@ class StoreState:
     def most_of(self, layout: Layout) -> int:
         """What its blocks of a layout may take."""
         return min(self.usable_bytes, self.most_bytes.get(layout, self.usable_bytes))
+
+    def num_unknown_bytes(self, layout: Layout | None = None) -> int:
+        """Of a layout, or all."""
+        known = self.unknown_bytes
+        return known.get(layout, 0) if layout else sum(known.values())
+
+    def num_possible(self, layout: Layout) -> int:
+        """How many blocks of a layout it could hold if all went that may go."""
+        room = min(
+            self.most_of(layout) - self.num_unknown_bytes(layout),
+            self.usable_bytes - self.num_unknown_bytes(),
+        )
+        return max(room, 0) // self.record_bytes[layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +167,7 @@ class Stores:
         layout = arena.layout
         record, most = store.record_bytes[layout], store.most_of(layout)
         left = max(1, max_bytes // layout.page_bytes)
-        left = min(left, most // record, self._num_unsaved(store, arena, left))
+        left = min(left, store.num_possible(layout), self._num_unsaved(store, arena, left))
         if not left:
             return None
         # What the oldest ones follow stays, or the same blocks would go and come again for ever.
@@ -237,7 +250,7 @@ class Stores:
             for write in self.writes
             if write.store is store and layout in (None, write.arena.layout)
         )
-        return known + coming + (0 if layout else store.unknown_bytes)
+        return known + coming + store.num_unknown_bytes(layout)
 
     def _spaces(self, layout: Layout | None) -> list[Namespace]:
         return [space for space in self._memory.spaces() if layout in (None, space.arena.layout)]

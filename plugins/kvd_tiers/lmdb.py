@@ -94,10 +94,11 @@ class LmdbTier(StoreTier):
         self._lock = OwnerLock(self.directory / "lmdb.lock", f"the data in {self.directory}")
         self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
         try:
-            for folder in environments(self.directory):
+            for folder in sorted(environments(self.directory), key=_last_written, reverse=True):
                 self.moved()
                 self._adopt(folder)
             self.moved()
+            self._volume.changed()
             self._shrink()
         except OSError as error:
             raise volume_error(error, f"{self.directory} cannot be used") from error
@@ -180,14 +181,19 @@ class LmdbTier(StoreTier):
     def _shrink(self) -> None:
         """Under a capacity that was larger, what was written least recently goes first."""
         self._volume.make_room()
-        self._stores.sort(key=lambda store: (store.folder / DATA).stat().st_mtime)
-        while self._stores and disk_bytes(self.directory) > self.capacity_bytes:
-            logger.warning("%s is removed: the capacity was larger", self._stores[0].folder)
-            self.remove_store(self._stores[0])
+        while self._stores and self._volume.size_of(self.directory) > self.capacity_bytes:
+            logger.warning("%s is removed: the capacity was larger", self._stores[-1].folder)
+            self.remove_store(self._stores[-1])
 
 
 def _lost_power(mark: Mark) -> bool:
     return not mark.clean and not mark.synced and mark.boot != boot_id().hex()
+
+
+def _last_written(folder: Path) -> float:
+    """To be asked before it is opened, which counts as a write."""
+    data = folder / DATA
+    return data.stat().st_mtime if data.exists() else 0.0
 
 
 def _folder_name(layout: Layout) -> str:

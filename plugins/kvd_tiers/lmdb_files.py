@@ -7,9 +7,11 @@ import logging
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TypeVar
@@ -142,10 +144,36 @@ class Volume:
         self.directory = directory
         self.capacity_bytes = capacity_bytes
         self.floor_bytes = floor_bytes
+        self._sizes: dict[Path, int] | None = None
+        self._measuring = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "kvd-lmdb-grow")
+
+    def size_of(self, folder: Path) -> int:
+        """What a folder takes; 0 for one that is not there."""
+        return self._measured().get(folder, 0)
+
+    def changed(self) -> None:
+        """Files came, grew or went: they are measured again when it is asked for."""
+        with self._measuring:
+            self._sizes = None
+
+    def _measured(self) -> dict[Path, int]:
+        """What the directory takes, and each folder in it: by a walk, which takes a millisecond.
+
+        The lock: what is measured while a file grows is not what is known after `changed`.
+        """
+        with self._measuring:
+            if self._sizes is None:
+                folders = [*environments(self.directory), *self._aside()]
+                self._sizes = {path: disk_bytes(path) for path in (self.directory, *folders)}
+            return self._sizes
+
+    def _aside(self) -> list[Path]:
+        return list(self.directory.glob(FOLDER + ASIDE))
 
     def begin(self, path: Path, size: int) -> None:
         """Have the file of a new environment grow by what is kept for it. Raises TierFull."""
+        self.changed()
         self._executor.submit(self._grow, path, size, size, is_new=True).result()
 
     def grow(self, path: Path, least: int, most: int) -> Future[int]:
@@ -159,7 +187,7 @@ class Volume:
 
     def make_room(self) -> None:
         """Bring what an earlier start left under the capacity, as far as what is set aside does."""
-        if disk_bytes(self.directory) > self.capacity_bytes:
+        if self.size_of(self.directory) > self.capacity_bytes:
             self._remove_what_is_aside()
 
     def close(self) -> None:
@@ -180,26 +208,35 @@ class Volume:
             return _extend(path, size) if size else path.stat().st_size
         except OSError as error:
             raise volume_error(error, f"{format_bytes(size)} more for {path}") from error
+        finally:
+            self.changed()
 
     def room_of(self, folder: Path) -> int:
         """How much more an environment may take, since what is set aside may go."""
-        others = [other for other in environments(self.directory) if other != folder]
-        kept = NEW_BYTES + sum(self.shortfall_of(other) for other in others)
-        if disk_bytes(folder) > (spare := self.capacity_bytes // SPARE_SHARE):
+        share = self._half_share
+        others = [size for other, size in self._environments.items() if other != folder]
+        kept = NEW_BYTES + sum(max(share - size, 0) for size in others)
+        if self.size_of(folder) > (spare := self.capacity_bytes // SPARE_SHARE):
             kept += spare
-        aside = sum(map(disk_bytes, self.directory.glob(FOLDER + ASIDE)))
+        aside = sum(map(self.size_of, self._aside()))
         return max(self._room + aside - kept, 0)
 
     def is_crowded(self, folder: Path) -> bool:
         """Whether an environment lacks room that others have, and not others of the volume."""
-        lacks = self.shortfall_of(folder) > 0 and self.room_of(folder) < STEP_BYTES
+        is_small = self.size_of(folder) < self._half_share
+        lacks = is_small and self.room_of(folder) < STEP_BYTES
         return lacks and self._room == self._own_room
 
-    def shortfall_of(self, folder: Path) -> int:
-        """What an environment lacks of half of its equal share."""
-        num_environments = max(len(environments(self.directory)), 1)
-        everything = disk_bytes(self.directory) + max(self._room, 0)
-        return max(everything // (2 * num_environments) - disk_bytes(folder), 0)
+    @property
+    def _environments(self) -> dict[Path, int]:
+        sizes = self._measured().items()
+        return {path: size for path, size in sizes if fnmatch(path.name, FOLDER)}
+
+    @property
+    def _half_share(self) -> int:
+        """Half of what each environment had if all had the same."""
+        everything = self.size_of(self.directory) + max(self._room, 0)
+        return everything // (2 * max(len(self._environments), 1))
 
     @property
     def _room(self) -> int:
@@ -207,15 +244,16 @@ class Volume:
 
     @property
     def _own_room(self) -> int:
-        return self.capacity_bytes - SMALL_FILES_BYTES - disk_bytes(self.directory)
+        return self.capacity_bytes - SMALL_FILES_BYTES - self.size_of(self.directory)
 
     def _remove_what_is_aside(self) -> None:
-        for folder in self.directory.glob(FOLDER + ASIDE):
+        for folder in self._aside():
             logger.warning("%s is removed: its room is needed", folder)
             shutil.rmtree(folder, ignore_errors=True)
+        self.changed()
 
     def _fullness(self) -> str:
-        taken, free = disk_bytes(self.directory), free_bytes(self.directory)
+        taken, free = self.size_of(self.directory), free_bytes(self.directory)
         return (
             f"no room in {self.directory}: its files take {format_bytes(taken)} of "
             f"{format_bytes(self.capacity_bytes)} (capacity_bytes), and {format_bytes(free)} are "

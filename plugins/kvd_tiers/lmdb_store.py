@@ -29,7 +29,6 @@ from kvd_tiers.lmdb_files import (
     Description,
     Mark,
     allows_mapped_writes,
-    disk_bytes,
     lock_in_memory,
     reserve,
     usable_of,
@@ -114,7 +113,7 @@ class LmdbStore(Store):
 
     @property
     def used_bytes(self) -> int:
-        return disk_bytes(self.folder)
+        return self._volume.size_of(self.folder)
 
     @property
     def most_bytes(self) -> int:
@@ -221,6 +220,7 @@ class LmdbStore(Store):
         # First, so that nobody takes what may be left of the rest for an environment.
         (self.folder / DESCRIPTION).unlink()
         shutil.rmtree(self.folder)
+        self._volume.changed()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from kvd.tiers.registry import load_tier
 from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import LAYOUT, PAGE_FIRST
+from tests.e2e.support import LAYOUT, PAGE_FIRST, tokens_of
 
 pytestmark = pytest.mark.anyio
 
@@ -173,3 +173,17 @@ async def test_a_namespace_that_is_refused_takes_no_others_place(start: Any) -> 
         with pytest.raises(LimitExceeded):
             await cache.open(salt="one too many")
         assert state.find_namespace(first.key) is first
+
+
+async def test_where_unknown_records_have_all_the_room_nothing_known_makes_room_in_vain(
+    start: Any,
+) -> None:
+    async with start() as cache:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        state = cache.actor.state
+        state.unknown_bytes[PAGE_FIRST] = state.usable_bytes
+        await cache.store(tokens_of(2, 1))
+        with pytest.raises(TierFailed):
+            await cache.mover.checkpoint()
+        assert cache.num_on_disk == 4

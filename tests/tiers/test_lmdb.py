@@ -10,6 +10,7 @@ import random
 import resource
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -286,6 +287,21 @@ def test_there_is_room_to_make_one_more_environment_and_no_more(
     with pytest.raises(TierFull, match="capacity_bytes"):
         tier.create_store(fourth, fourth.page_bytes)
     assert bytes_on_disk(tier.directory) <= tier.capacity_bytes
+
+
+def test_under_a_lower_capacity_what_was_written_last_stays(
+    tier: LmdbTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_tiers.lmdb.LEAST_CAPACITY", 0)
+    layouts = [msgspec.structs.replace(LAYOUT, num_layers=count) for count in (1, 2, 3)]
+    folders = [tier.create_store(layout, layout.page_bytes).folder for layout in layouts]
+    tier.close()
+    ages = dict(zip(sorted(folders), (10, 0, 20), strict=True))
+    for folder, age in ages.items():
+        os.utime(folder / "data.mdb", (time.time() - age,) * 2)
+    less = bytes_on_disk(tier.directory) - MIB // 16
+    with closing(reopened(tier.directory.parent, less)) as again:
+        assert [store.folder for store in again.stores()] == sorted(folders, key=ages.get)[:2]
 
 
 def test_a_lower_capacity_holds_for_what_was_left(tier: LmdbTier, store: LmdbStore) -> None:
