@@ -32,7 +32,13 @@ MAY_IMPORT = {
 # The only modules, or packages, that may import these.
 IMPORTED_BY = {
     "zmq": ["kvd.actors.router", "kvd.actors.publisher", "kvd_client.transport"],
-    "torch": ["kvd_tiers.torch", "kvd.arena.device", "kvd_client.lease", "kvd_infer"],
+    "torch": [
+        "kvd_tiers.torch",
+        "kvd.arena.device",
+        "kvd_client.binding",
+        "kvd_client.views",
+        "kvd_infer",
+    ],
     "transformers": ["kvd_infer"],
     "opentelemetry.sdk": ["kvd.__main__"],
     "pickle": [],

@@ -74,15 +74,9 @@ from kvd.protocol.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from kvd_client.lease import (
-    Asked,
-    Binding,
-    LeaseBase,
-    ahead_of,
-    check_tokens,
-    pack_extras,
-    pages_for,
-)
+from kvd_client.asked import Asked, ahead_of, check_tokens, pack_extras, pages_for
+from kvd_client.binding import Binding
+from kvd_client.lease import LeaseBase
 from kvd_client.mirror import Mirror
 from kvd_client.session import (
     Answered,

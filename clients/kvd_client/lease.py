@@ -1,23 +1,13 @@
-"""LeaseBase: a context manager over pages; views of them as numpy arrays or torch tensors."""
+"""LeaseBase: the right to pages, from its match to its release; it grows and is committed."""
 
 from __future__ import annotations
 
 import contextlib
-import operator
-import os
-import threading
-import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvd.arena.host import MappedArena
 from kvd.arena.runs import Pages, pages_of, runs_of
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
 from kvd.protocol.errors import (
@@ -26,9 +16,7 @@ from kvd.protocol.errors import (
     NotAttached,
     PagesInUse,
     StaleEpoch,
-    Unsupported,
 )
-from kvd.protocol.layout import check_rows
 from kvd.protocol.messages import (
     NO_REPLY,
     AbortRequest,
@@ -37,174 +25,34 @@ from kvd.protocol.messages import (
     CommitItem,
     CommitReply,
     CommitRequest,
-    DoneReply,
     ExtendItem,
     ExtendRequest,
-    Extras,
     ForkItem,
     ForkRequest,
-    LoadReply,
-    LoadRequest,
     MatchReply,
     MatchResult,
     ReleaseRequest,
     ReserveItem,
     ReserveReply,
     ReserveRequest,
-    Run,
     Runs,
     SaveReply,
     SaveRequest,
     Shortage,
-    StoreRequest,
 )
-from kvd_client.mirror import Mirror, Piece
-from kvd_client.session import Call, Operation, Session, checked, result_of, traceparent, wire
+from kvd_client.asked import Asked, ahead_of, pack_extras, pages_for, whole
+from kvd_client.binding import Binding, Populating
+from kvd_client.copies import Copies
+from kvd_client.session import Operation, Session, checked, result_of, traceparent, wire
+from kvd_client.views import LeaseViews
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvd.arena.base import Arena, Array
-    from kvd.arena.device import DevicePages, MappedDevice
-    from kvd.protocol.layout import Layout
     from kvd_client.base import ClientBase, NamespaceBase
 
 R = TypeVar("R", bound=AnyReply)
 
-# Runs shorter than this are left to fault: a thread would cost as much.
-POPULATE_BYTES = 1 << 20
-# Of the copies for a client that does not map, so many are under way at once.
-PIECES_UNDER_WAY = 4
-MAX_TOKENS = 1 << 40
-EXTRA_BYTES = 32
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a match is of: packed tokens, and what else identifies their positions."""
-
-    tokens: bytes
-    extras: Extras
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-
-class Binding:
-    """A namespace as one session knows it: its number and its arena, mapped or copied."""
-
-    def __init__(
-        self, session: Session, namespace: int, arena: MappedArena | MappedDevice | Mirror
-    ) -> None:
-        self.session = session
-        self.namespace = namespace
-        self._arena: MappedArena | MappedDevice | Mirror | None = arena
-        self._pid = os.getpid()
-        self._tensor: torch.Tensor | None = None
-        self._least_pages = max(1, POPULATE_BYTES // arena.layout.page_bytes)
-        self._read = np.zeros(arena.num_pages, np.bool_)
-        self._written = np.zeros(arena.num_pages, np.bool_)
-
-    @property
-    def arena(self) -> MappedArena | MappedDevice | Mirror:
-        """The pages; raises LeaseEnded when the session is over."""
-        if (arena := self._arena) is None:
-            raise LeaseEnded("the lease ended with its session")
-        return arena
-
-    def end(self) -> None:
-        """Let go of the arena, whoever still has this; views of it that live keep the mapping."""
-        self._arena = self._tensor = None
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this process made it; a forked child has no mapping of its parent's."""
-        return os.getpid() == self._pid
-
-    @property
-    def mirror(self) -> Mirror | None:
-        """The arena, where its bytes are copied."""
-        return self.arena if isinstance(self.arena, Mirror) else None
-
-    @property
-    def device(self) -> MappedDevice | None:
-        """The arena, where its pages lie on a device."""
-        return None if isinstance(self.arena, MappedArena | Mirror) else self.arena
-
-    def settle(self) -> None:
-        """Wait for what this process has begun on the pages, where that goes on by itself."""
-        if self.is_own and (device := self.device) is not None:
-            device.settle()
-
-    @property
-    def read_tensor(self) -> torch.Tensor:
-        """All pages, read-only: `[layers, planes, pages, block_size, heads, head_size]`.
-
-        Raises Unsupported where the order does not allow it.
-        """
-        if self._tensor is None:
-            with warnings.catch_warnings():
-                # torch has no read-only tensors and says so: a write to this one would fault.
-                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-                self._tensor = as_tensor(self.arena.readable.layers, self.arena.layout)
-        return self._tensor
-
-    def populate_read(self, pages: Pages, populating: _Populating) -> None:
-        """Fault pages in for reading, in the background, those that were not yet."""
-        if isinstance(self.arena, MappedArena):
-            self._populate(pages, self._read, self.arena.populate_read, populating)
-
-    def populate_write(self, pages: Pages, populating: _Populating) -> None:
-        """Fault reserved pages in for writing, in the background, those that were not yet."""
-        if isinstance(self.arena, MappedArena):
-            self._populate(pages, self._written, self.arena.populate_write, populating)
-
-    def _populate(
-        self,
-        pages: Pages,
-        done: NDArray[np.bool_],
-        populate: Callable[[Run], Iterator[None]],
-        populating: _Populating,
-    ) -> None:
-        if len(pages) < self._least_pages:
-            return
-        pages = pages[~done[pages]]
-        if len(pages) < self._least_pages:
-            return
-        done[pages] = True
-        populating.begin(chain.from_iterable(map(populate, runs_of(pages))))
-
-
-class _Populating:
-    """The faulting in of a lease's pages, in threads; no step of it comes after its end.
-
-    A page that was given back, and is touched then, would have memory that nobody counts.
-    """
-
-    def __init__(self) -> None:
-        # One that the collector may take again, should it end the lease within a step.
-        self._step = threading.RLock()
-        self._is_over = False
-
-    def begin(self, steps: Iterator[None]) -> None:
-        threading.Thread(target=self._run, args=(steps,), name="kvd-populate", daemon=True).start()
-
-    def _run(self, steps: Iterator[None]) -> None:
-        while self._take(steps):
-            pass
-
-    def _take(self, steps: Iterator[None]) -> bool:
-        with self._step:
-            return not self._is_over and next(steps, self) is not self
-
-    def end(self) -> None:
-        """Wait for the step under way, a few milliseconds at most, and have no other."""
-        with self._step:
-            self._is_over = True
-
-
-class LeaseBase:
+class LeaseBase(LeaseViews):
     """The right to a prefix's pages and to pages behind it, until released.
 
     The lease's block table, `pages`, has the matched blocks' pages first and the reserved ones
@@ -220,10 +68,9 @@ class LeaseBase:
 
     def __init__(self, namespace: NamespaceBase) -> None:
         """Made by `match`; it is a miss in an outage until it stands for a lease of the daemon."""
-        self.layout = namespace.layout
+        super().__init__(namespace.layout)
         self._namespace = namespace
         self._client: ClientBase = namespace._client
-        self._exports: list[_Export] = []
         self._stand_for(None, 0, _MISS)
 
     def __enter__(self) -> Self:
@@ -253,11 +100,6 @@ class LeaseBase:
             session.header.epoch == session.epoch
             and session.header.generation(result.slot) == result.generation
         )
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens for which the block table has pages."""
-        return len(self.pages) * self.layout.block_size
 
     def is_of(self, binding: Binding) -> bool:
         """Whether it is a lease of this namespace, as this session knows it."""
@@ -318,7 +160,7 @@ class LeaseBase:
         result: MatchResult,
         asked: Asked | None = None,
     ) -> None:
-        self._populating = _Populating()
+        self._populating = Populating()
         self.num_tokens = self.num_committed = result.num_tokens
         self.tokens_by_tier = result.tokens_by_tier
         self.pending_tokens = result.pending_tokens
@@ -409,23 +251,6 @@ class LeaseBase:
         self._stand_for(None, 0, _MISS)
         return match
 
-    def copy_rows(self, source: LeaseBase, start: int, stop: int) -> None:
-        """Copy the KV of tokens `start` to `stop - 1` of another lease into own pages.
-
-        Raises BadRequest where the layouts differ, one of them has no pages for these tokens, or
-        they are matched or committed here; Unsupported where the layout is opaque.
-        """
-        if source.layout != self.layout:
-            raise BadRequest(f"another layout: {self.layout.difference(source.layout)}")
-        check_rows(self.layout)
-        sources = chain.from_iterable(source.read_pages(start, stop))
-        targets = chain.from_iterable(self.write_pages(start, stop))
-        at = start - start % self.layout.block_size
-        for theirs, own in zip(sources, targets, strict=True):
-            rows = slice(max(start - at, 0), stop - at)
-            own[:, :, rows] = theirs[:, :, rows]
-            at += self.layout.block_size
-
     # --- pages ---
 
     def _reserve(self, num_tokens: int, timeout: float | None) -> Operation[None]:
@@ -475,164 +300,14 @@ class LeaseBase:
     def _load(self, pages: Pages) -> Operation[None]:
         """Have the bytes of blocks of this lease."""
         binding = self._bound()
-        if (mirror := binding.mirror) is None:
-            return
-        pages = mirror.missing(pages)
-
-        def call(piece: Piece) -> Call:
-            return self._call(binding.session, LoadRequest, piece)
-
-        yield from self._move(mirror.pieces(pages), call, LoadReply, mirror.write)
-        mirror.loaded(pages)
+        if (mirror := binding.mirror) is not None:
+            yield from Copies(self._client, binding.session, self._id, mirror).load(pages)
 
     def _store(self, pages: Pages) -> Operation[None]:
         """Send the bytes of pages that this lease reserved."""
         binding = self._bound()
-        if (mirror := binding.mirror) is None:
-            return
-
-        def call(piece: Piece) -> Call:
-            return self._call(binding.session, StoreRequest, piece, mirror.read(piece))
-
-        yield from self._move(mirror.pieces(pages), call, DoneReply, lambda *_: None)
-        mirror.loaded(pages)
-
-    def _call(
-        self,
-        session: Session,
-        kind: type[LoadRequest | StoreRequest],
-        piece: Piece,
-        raw: bytes | None = None,
-    ) -> Call:
-        request = kind(
-            id=self._client.next_id(),
-            epoch=session.epoch,
-            lease=self._id,
-            pages=piece.runs,
-            first_slice=piece.first_slice,
-            num_slices=piece.num_slices,
-        )
-        return self._client.call(session, request, raw)
-
-    def _move(
-        self,
-        pieces: Iterable[Piece],
-        call_for: Callable[[Piece], Call],
-        kind: type[AnyReply],
-        take: Callable[[Piece, Sequence[memoryview]], None],
-    ) -> Operation[None]:
-        """Ask for each piece and take what came with its answer, several under way at once."""
-        connection = self._client.connection
-        under_way: deque[tuple[Piece, Call]] = deque()
-        waiting = iter(pieces)
-        try:
-            while True:
-                while len(under_way) < PIECES_UNDER_WAY and (piece := next(waiting, None)):
-                    under_way.append((piece, call := call_for(piece)))
-                    connection.send(call)
-                if not under_way:
-                    return
-                piece, call = under_way[0]
-                # Each has the whole time: how much there is to move is nobody's fault.
-                yield from self._client.answer(call, self._client.deadline(None), kind)
-                take(piece, call.rest)
-                under_way.popleft()
-        finally:
-            for _, call in under_way:
-                connection.withdraw(call)
-
-    # --- views ---
-
-    def read_arrays(self, start: int, stop: int) -> list[Array]:
-        """The KV of tokens `start` to `stop - 1`, one read-only array per run of pages.
-
-        Each is `[layers, planes, tokens, heads, head_size]`; of one layer and plane it is one
-        strided array. bfloat16 comes as its bits, in uint16. Raises Unsupported for layouts in
-        another order than `layer_first`, which have `read_pages`, and where the pages lie on a
-        device, of which there are tensors alone.
-        """
-        self._check_arrays()
-        return self._read_views(start, stop)
-
-    def read_tensors(self, start: int, stop: int) -> list[torch.Tensor]:
-        """As `read_arrays`, as torch tensors, on the device where the pages lie.
-
-        torch knows no read-only: writing to one faults, or on a GPU damages what others read.
-        """
-        pages = self._bound().read_tensor
-        return [
-            pages[:, :, run.first : run.first + run.count].flatten(2, 3)[:, :, part]
-            for run, part in self._pieces(start, stop)
-        ]
-
-    def write_arrays(self, start: int, stop: int) -> list[Array]:
-        """Writable arrays over reserved pages, shaped as those of `read_arrays`.
-
-        Let go of them before commit, abort or release, which refuse while any of them lives.
-        Raises BadRequest for tokens that are matched or committed: those are never written again.
-        Raises Unsupported as `read_arrays` does.
-        """
-        self._check_arrays()
-        return self._write_views(start, stop)
-
-    def write_tensors(self, start: int, stop: int) -> list[torch.Tensor]:
-        """As `write_arrays`, as torch tensors, on the device where the pages lie."""
-        return [as_tensor(view, self.layout) for view in self._write_views(start, stop)]
-
-    def _check_arrays(self) -> None:
-        if (device := self._bound().device) is not None:
-            raise Unsupported(
-                f"the pages lie on {device.device}: use read_tensors and write_tensors"
-            )
-
-    def _read_views(self, start: int, stop: int) -> list[Any]:
-        """Arrays, or tensors where the pages lie on a device."""
-        arena = self._bound().arena.readable
-        return [arena.run_view(run)[:, :, part] for run, part in self._pieces(start, stop)]
-
-    def _write_views(self, start: int, stop: int) -> list[Any]:
-        pieces = self._pieces(start, stop)
-        arena = self._writable(start, stop)
-        return [arena.run_view(run)[:, :, part] for run, part in pieces]
-
-    def read_pages(self, start: int, stop: int) -> list[Any]:
-        """The whole pages of tokens `start` to `stop - 1`, one read-only array per run of pages.
-
-        In every order each is `[pages, layers, planes, block_size, heads, head_size]`; of an opaque
-        layout `[pages, layers, bytes]` in uint8. Where they lie on a device, they are tensors.
-        """
-        arena = self._bound().arena.readable
-        return [arena.pages_view(run) for run, _ in self._pieces(start, stop)]
-
-    def write_pages(self, start: int, stop: int) -> list[Any]:
-        """Writable arrays shaped as those of `read_pages`, on the terms of `write_arrays`."""
-        pieces = self._pieces(start, stop)
-        arena = self._writable(start, stop)
-        return [arena.pages_view(run) for run, _ in pieces]
-
-    def _writable(self, start: int, stop: int) -> Arena | DevicePages:
-        """An arena of which every view counts as one of these tokens."""
-        if start < self._num_named:
-            raise BadRequest(f"token {start} is committed; writable from {self._num_named} on")
-        arena = self._bound().arena.writable()
-        self._exports.append(_Export(start, stop, weakref.ref(arena.root)))
-        return arena
-
-    def _pieces(self, start: int, stop: int) -> list[tuple[Run, slice]]:
-        """The runs of pages that hold these tokens, and which tokens of each run."""
-        if not 0 <= whole(start) <= whole(stop) <= self.capacity_tokens:
-            raise BadRequest(
-                f"tokens {start} to {stop} of {self.capacity_tokens} for which there are pages"
-            )
-        block_size = self.layout.block_size
-        first = start // block_size
-        at = first * block_size
-        pieces = []
-        for run in runs_of(self.pages[first : -(-stop // block_size)]):
-            size = run.count * block_size
-            pieces.append((run, slice(max(start - at, 0), min(stop - at, size))))
-            at += size
-        return pieces
+        if (mirror := binding.mirror) is not None:
+            yield from Copies(self._client, binding.session, self._id, mirror).store(pages)
 
     # --- ends ---
 
@@ -794,7 +469,7 @@ class LeaseBase:
         self.pages = self.pages[: self.num_committed // self.layout.block_size]
         self._num_granted = 0
         self._populating.end()
-        self._populating = _Populating()
+        self._populating = Populating()
         self._hold_only(binding, self.pages)
 
     def release_quietly(self) -> bool:
@@ -807,21 +482,6 @@ class LeaseBase:
         if not self.release_quietly():
             self._client.linger(self)
 
-    def _check_unused(self, stop: int) -> None:
-        """Refuse while a writable view of tokens up to `stop` lives; wait for work on a device.
-
-        So what is committed is whole, and what is given back is neither read nor written any more.
-        """
-        self._exports = [export for export in self._exports if export.root() is not None]
-        held = [export for export in self._exports if export.start < stop]
-        if held:
-            raise PagesInUse(
-                f"a writable view of tokens {held[0].start} to {held[0].stop} is still in use: "
-                "let go of the arrays and tensors first"
-            )
-        if (binding := self._binding) is not None:
-            binding.settle()
-
     def leave_others(self, session: Session) -> None:
         """Let go of the mapping if it is of any other session than this: the lease is over.
 
@@ -831,17 +491,6 @@ class LeaseBase:
             self._populating.end()
             self._binding = None
             binding.end()
-
-    def _bound(self) -> Binding:
-        binding = self._binding
-        if binding is None:
-            raise LeaseEnded(
-                "the lease was released, ended with its session, or never had pages (no daemon "
-                "answered)"
-            )
-        if not binding.is_own:
-            raise LeaseEnded("a forked child has no leases of its parent: match anew")
-        return binding
 
     def _ask(
         self, request: AnyRequest, deadline: float, kind: type[R], tokens: bytes | None = None
@@ -858,62 +507,4 @@ class LeaseBase:
             raise LeaseEnded(f"the lease ended with its session: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Export:
-    """Writable views of these tokens, alive while `root` is: every view of an arena holds it."""
-
-    start: int
-    stop: int
-    root: weakref.ref[object]
-
-
 _MISS = MatchResult(0, (), 0, 0)
-
-
-def pages_for(num_tokens: int, layout: Layout) -> int:
-    """Raises BadRequest for what is no number of tokens."""
-    return -(-check_tokens(num_tokens) // layout.block_size)
-
-
-def check_tokens(number: int) -> int:
-    """A number of tokens; refuses what is none (BadRequest)."""
-    if not 0 <= (tokens := whole(number)) <= MAX_TOKENS:
-        raise BadRequest(f"{number} is no number of tokens up to {MAX_TOKENS}")
-    return tokens
-
-
-def whole(number: int) -> int:
-    """Refuse what is no whole number (BadRequest)."""
-    try:
-        return operator.index(number)
-    except TypeError as error:
-        raise BadRequest(f"{number!r} is no whole number") from error
-
-
-def pack_extras(extras: Sequence[tuple[int, bytes]], start: int, stop: int) -> Extras:
-    """Extras as on the wire; refuses what is none of a position in these tokens (BadRequest)."""
-    if isinstance(extras, tuple) and not extras:
-        return ()
-    try:
-        packed = tuple((operator.index(position), bytes(extra)) for position, extra in extras)
-    except (TypeError, ValueError) as error:
-        raise BadRequest(f"extras are pairs of a position and {EXTRA_BYTES} bytes") from error
-    for position, extra in packed:
-        if not start <= position < stop or len(extra) != EXTRA_BYTES:
-            raise BadRequest(
-                f"an extra of {len(extra)} bytes at {position}: they have {EXTRA_BYTES} bytes and "
-                f"stand at positions {start} to {stop - 1}"
-            )
-    return packed
-
-
-def ahead_of(num_pages: int, layout: Layout) -> int:
-    """How many pages to ask for beside these, so that runs are whole groups."""
-    return -num_pages % layout.group_pages
-
-
-def as_tensor(view: Array | torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A torch tensor over the view's memory, in the layout's dtype."""
-    import torch  # only who asks for tensors needs it
-
-    return torch.as_tensor(view).view(getattr(torch, layout.dtype))

@@ -7,7 +7,6 @@ memory or for other leases is awaited, in the order of arrival.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import math
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, assert_
 import anyio
 import msgspec
 
+from kvd.actors.copies import pages_named
 from kvd.actors.sessions import session_name
+from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
@@ -42,12 +43,12 @@ from kvd.cache.plan import (
     Reserved,
     Short,
     Unback,
+    Unnamed,
     merged,
 )
 from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
 from kvd.protocol.errors import (
-    BadRequest,
     KvdError,
     LeaseEnded,
     OutOfPages,
@@ -63,13 +64,10 @@ from kvd.protocol.messages import (
     DropResult,
     ExtendItem,
     ForkItem,
-    LeaseStatus,
     MatchItem,
     MatchResult,
-    NamespaceStatus,
     PinItem,
     PinResult,
-    PinStatus,
     PrefetchItem,
     Run,
     Runs,
@@ -205,25 +203,20 @@ class Manager:
         check_identity(identity)
         check_layout(layout)
         key = namespace_key(identity, layout, salt, extras=extras)
-        width = row_bytes(extras=extras)
+        width, quota = row_bytes(extras=extras), self._quota(identity, salt)
         async with self._opening:
+            self.state.check_open(session, key, quota)
             arena = self.state.find_arena(layout, width)
-            if self.state.find_namespace(key) is None:
+            if is_new := self.state.find_namespace(key) is None:
                 self.carry_out(self.state.make_place(for_arena=arena is None))
                 arena = self.state.find_arena(layout, width) or await self._add_arena(layout, width)
                 # Before a record has this number, it is known what it stands for.
                 number, info = self.state.next_number, NamespaceInfo(identity, layout, salt, extras)
                 await self._tier.note_namespace(self.arenas[arena.id], number, info)
-                self._tell_stores(info)
             assert arena is not None
-            namespace = self.state.open_namespace(
-                session,
-                key,
-                identity,
-                salt,
-                arena,
-                quota=self._quota(identity, salt),
-            )
+            namespace = self.state.open_namespace(session, key, identity, salt, arena, quota=quota)
+            if is_new:
+                self._tell_stores(namespace.info)
         self._untidy.set()
         return Opened(namespace, self.arenas[arena.id])
 
@@ -438,7 +431,7 @@ class Manager:
 
     def commit(self, session: int, item: CommitItem, tokens: Tokens) -> CommitResult:
         lease = self.lease(session, item.lease)
-        pages = _pages(lease, item.pages)
+        pages = pages_named(lease, item.pages)
         first = item.first_block * lease.namespace.arena.layout.block_size
         rows = _rows(lease.namespace, tokens, item.extras, first)
         answer = self.state.commit(lease, item.first_block, pages, rows)
@@ -496,7 +489,7 @@ class Manager:
                 len(self._untold),
             )
 
-    # --- copies for who cannot map ---
+    # --- leases of the daemon's own ---
 
     @contextmanager
     def holding(self, space: Namespace, tokens: Tokens) -> Iterator[Lease]:
@@ -517,38 +510,7 @@ class Manager:
     def let_go(self, number: int) -> None:
         self.release(OWN_SESSION, [number])
 
-    def load(self, lease: Lease, runs: Runs, slices: range) -> list[memoryview]:
-        """The bytes of pages that a lease holds, in the order of the arena, where they lie."""
-        pages = _pages(lease, runs)
-        held = lease.node.path_pages().tolist()
-        if lease.tail is not None:
-            held.append(lease.tail.page)
-        if not set(held).issuperset(pages.tolist()):
-            raise BadRequest("a load may name the blocks of its lease alone")
-        pieces = list(self._memory(lease).slice_views(slices, runs))
-        if lease.tail is not None and lease.tail.page in pages:
-            # What is sent where it lies is held as the lease's path is; a tail is not part of it.
-            return [memoryview(bytes(piece)) for piece in pieces]
-        return pieces
-
-    def store(self, lease: Lease, runs: Runs, slices: range, data: memoryview) -> None:
-        """Write bytes, as load gives them, into pages that the lease reserved."""
-        pages = _pages(lease, runs)
-        if not lease.reserved.issuperset(pages.tolist()):
-            raise BadRequest("a store may name pages that its lease reserved alone")
-        size = len(slices) * len(pages) * lease.namespace.arena.layout.slice_bytes
-        if size != len(data):
-            raise BadRequest(f"{len(data)} bytes do not fill {size}")
-        self._memory(lease).write_slices(slices, runs, data)
-
-    def rows(self, lease: Lease, page: int, num_rows: int) -> bytes:
-        """A copy of the first rows of a page that a lease reserved, as its layout has a block."""
-        if page not in lease.reserved:
-            raise BadRequest("a save may name a page that its lease reserved alone")
-        check_rows(lease.namespace.arena.layout)
-        return self._memory(lease).rows(page, num_rows)
-
-    def _memory(self, lease: Lease) -> Arena | DeviceArena:
+    def memory(self, lease: Lease) -> Arena | DeviceArena:
         return self.arenas[lease.namespace.arena.id].memory
 
     # --- pins and drops ---
@@ -599,73 +561,8 @@ class Manager:
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""
-        return (self._memory_status(), *map(self._store_status, self._stores))
-
-    def _memory_status(self) -> TierStatus:
-        capacity_bytes = self.state.memory.capacity_bytes
-        backed_bytes = sum(arena.backed_bytes for arena in self.arenas.values())
-        return TierStatus(
-            self._tier.tier.name,
-            capacity_bytes,
-            backed_bytes,
-            self.state.memory.pages_by_state(),
-            num_blocks=sum(space.tree.num_blocks for space in self.state.namespaces.values()),
-            used_bytes=backed_bytes,
-            usable_bytes=capacity_bytes,
-            survives=self._tier.tier.survives,
-        )
-
-    def _store_status(self, actor: StoreActor) -> TierStatus:
-        return TierStatus(
-            actor.tier.name,
-            actor.tier.capacity_bytes,
-            actor.used_bytes,
-            {},
-            kind="store",
-            num_blocks=self.state.stores.num_blocks(actor.state),
-            used_bytes=actor.used_bytes,
-            usable_bytes=actor.tier.usable_bytes,
-            survives=actor.tier.survives,
-            trouble=actor.trouble,
-            waiting_bytes=self.state.stores.num_unsaved_bytes(actor.state),
-            **actor.counters,
-        )
-
-    def namespace_status(self) -> tuple[NamespaceStatus, ...]:
-        leases = Counter(lease.namespace.id for lease in self.state.leases)
-        return tuple(_namespace_status(n, leases[n.id]) for n in self.state.namespaces.values())
-
-    def lease_status(self, limit: int, clients: dict[int, str]) -> tuple[LeaseStatus, ...]:
-        """The oldest leases; `clients` has the names of the sessions' clients."""
-        now = time.monotonic()
-        oldest = heapq.nsmallest(limit, self.state.leases, key=lambda lease: lease.since)
-        return tuple(
-            LeaseStatus(
-                session_name(lease.session),
-                clients.get(lease.session, "kvd"),
-                lease.id,
-                lease.namespace.id,
-                lease.num_blocks,
-                len(lease.reserved),
-                sum(node.num_blocks for node in lease.node.path() if node.detached),
-                round(now - lease.since, 3),
-            )
-            for lease in oldest
-        )
-
-    def pin_status(self, limit: int) -> tuple[PinStatus, ...]:
-        now = time.monotonic()
-        return tuple(
-            PinStatus(
-                pin.id,
-                pin.owner,
-                pin.namespace.id,
-                pin.num_blocks * pin.namespace.arena.layout.block_size,
-                pin.num_bytes,
-                round(pin.expires - now, 3),
-            )
-            for pin in list(self.state.pins)[:limit]
-        )
+        memory = memory_status(self._tier.tier, self.arenas.values(), self.state)
+        return (memory, *(store_status(actor, self.state) for actor in self._stores))
 
     # --- carrying out ---
 
@@ -704,10 +601,17 @@ class Manager:
                     self.do(self._tier.unback, arena, step.run)
                 case Forgotten():
                     self._stores[step.tier - 1].forget(step.layout, step.keys)
+                case Unnamed():
+                    self._forget_namespace(self.arenas[step.arena], step.namespace, step.key)
                 case Removed():
                     self._remove_arena(self.arenas.pop(step.arena))
                 case _:
                     assert_never(step)
+
+    def _forget_namespace(self, arena: TierArena, number: int, key: bytes) -> None:
+        self.do(self._tier.forget_namespace, arena, number)
+        for actor in self._stores:
+            actor.forget_namespaces(arena.layout, [key])
 
     def _remove_arena(self, arena: TierArena) -> None:
         self.do(self._tier.remove_arena, arena)
@@ -880,42 +784,5 @@ def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
     return mine is space or (mine.arena is space.arena and not is_at_quota)
 
 
-def _pages(lease: Lease, runs: Runs) -> Pages:
-    if sum(run.count for run in runs) > lease.namespace.arena.pool.num_pages:
-        raise BadRequest("a request names more pages than there are")
-    if not all(run.count for run in runs):
-        raise BadRequest("a run of no page says nothing")
-    pages = pages_of(runs)
-    if len(pages) and int(pages.max()) >= lease.namespace.arena.pool.num_pages:
-        raise BadRequest("a request names pages that do not exist")
-    return pages
-
-
 def _rows(namespace: Namespace, tokens: Tokens, extras: Extras, first: int = 0) -> bytes:
     return rows_of(tokens, extras, first, namespace.tree.row_bytes)
-
-
-def _namespace_status(namespace: Namespace, num_leases: int) -> NamespaceStatus:
-    identity, layout = namespace.identity, namespace.arena.layout
-    return NamespaceStatus(
-        namespace=namespace.id,
-        model=identity.model,
-        revision=identity.revision,
-        salt=namespace.salt,
-        block_size=layout.block_size,
-        page_bytes=layout.page_bytes,
-        num_blocks=namespace.tree.num_blocks,
-        num_nodes=namespace.tree.num_nodes,
-        adapter=identity.adapter,
-        shard_rank=identity.shard_rank,
-        shard_size=identity.shard_size,
-        positions=identity.positions,
-        extras=namespace.has_extras,
-        layout=layout,
-        num_pages=namespace.num_pages,
-        guaranteed_bytes=namespace.quota.guaranteed_bytes,
-        max_bytes=namespace.quota.max_bytes,
-        num_leases=num_leases,
-        num_sessions=len(namespace.sessions),
-        generation=namespace.generation,
-    )

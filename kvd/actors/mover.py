@@ -237,9 +237,9 @@ class Mover:
         """Copy down all that waits for it now."""
         stores = self._state.stores
         waiting = stores.waiting(actor.state)
-        while waiting := stores.still_waiting(actor.state, waiting):
+        while stores.still_wait(actor.state, waiting):
             # What another one had begun meanwhile may have been all.
-            if not await self._demote_some(actor) and stores.still_waiting(actor.state, waiting):
+            if not await self._demote_some(actor) and stores.still_wait(actor.state, waiting):
                 raise TierFailed(
                     f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
@@ -371,7 +371,11 @@ class Mover:
         if not len(pages):
             return
         generations = arena.table.generations(pages)
-        sums = await self._manager.checksums(arena, pages)
+        try:
+            sums = await self._manager.checksums(arena, pages)
+        except Exception:  # they are tried again, behind those that may do better
+            self._manager.unsummed.append((number, pages))
+            raise
         arena.table.add_checksums(pages, generations, sums)
 
     async def verify(self, arena: ArenaState, pages: Pages) -> tuple[int, int]:

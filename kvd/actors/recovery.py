@@ -37,7 +37,7 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
     """Adopt arenas, read the stores, and keep of both what today's limits allow."""
     for adopted in await tier.adopt():
         try:
-            await _adopt(manager, adopted)
+            await _adopt(manager, tier, adopted)
         except Exception as error:  # whatever lies there: it hinders no start
             level = logging.WARNING if isinstance(error, KvdError) else logging.ERROR
             logger.log(level, "reason=not_adopted %s", adopted.arena.path, exc_info=error)
@@ -60,7 +60,7 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
 # --- memory ----------------------------------------------------------------------------------
 
 
-async def _adopt(manager: Manager, adopted: Adopted) -> None:
+async def _adopt(manager: Manager, tier: TierActor, adopted: Adopted) -> None:
     started = time.monotonic()
     arena, table = manager.add_arena(adopted.arena), adopted.arena.table
     is_block = adopted.found.are_committed
@@ -71,7 +71,7 @@ async def _adopt(manager: Manager, adopted: Adopted) -> None:
         if number in used
     }
     for number in adopted.namespaces.keys() - used:
-        adopted.arena.forget_namespace(number)
+        await tier.forget_namespace(adopted.arena, number)
     found = read_table(adopted.found, table.layout.block_size * table.row_bytes, spaces)
     planted = await anyio.to_thread.run_sync(plant, found.forest, MEMORY)
     kept = adopted.found.pages[planted]
@@ -115,10 +115,12 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     forest = read_store(records, spaces)
     planted = await anyio.to_thread.run_sync(plant, forest, actor.state.tier)
     lost = [key for (key, _), is_there in zip(records, planted, strict=True) if not is_there]
+    idle = [key for key in infos.keys() - parents if manager.state.find_namespace(key) is None]
+    actor.forget_namespaces(store.layout, idle)
     if all_known:
         actor.forget(store.layout, lost)
     else:  # the next start may know more of them; until then they take their room
-        actor.state.unknown_bytes += len(lost) * store.record_bytes
+        actor.state.unknown_bytes[store.layout] = len(lost) * store.record_bytes
     manager.state.counters["blocks_recovered"] += len(records) - len(lost)
     manager.state.counters["blocks_rootless"] += len(lost)
     seconds = time.monotonic() - started

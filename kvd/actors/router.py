@@ -21,6 +21,7 @@ import zmq
 
 import kvd
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
+from kvd.actors.status import lease_status, namespace_status, pin_status
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
@@ -449,7 +450,7 @@ class Router:
             endpoint=self._config.resolved_endpoint,
             uptime_seconds=round(time.monotonic() - self._started, 3),
             tiers=self._manager.tier_status(),
-            namespaces=self._manager.namespace_status(),
+            namespaces=namespace_status(self._manager.state),
             sessions=tuple(self._session_status(session) for session in self._sessions),
             counters=dict(self.counters) | dict(self._manager.state.counters),
         )
@@ -476,8 +477,8 @@ class Router:
         return LeasesReply(
             id=request.id,
             epoch=self._epoch,
-            leases=self._manager.lease_status(request.limit, clients),
-            pins=self._manager.pin_status(request.limit),
+            leases=lease_status(state, request.limit, clients),
+            pins=pin_status(state, request.limit),
             num_leases=len(state.leases),
             num_pins=len(state.pins),
         )

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # What is looked at at once: a millisecond of the thread that gives memory.
 PIECE_BYTES = 8 << 20
+# And no more small blocks of a store, which are come by one by one.
+PIECE_BLOCKS = 1024
 # A small cache is gone round no more often than this.
 ROUND_SECONDS = 60.0
 
@@ -147,7 +149,7 @@ class Scrubber:
             if not space.tree.counts[actor.state.tier]:
                 continue
             page_bytes = space.arena.layout.page_bytes
-            size = max(1, PIECE_BYTES // page_bytes)
+            size = min(max(1, PIECE_BYTES // page_bytes), PIECE_BLOCKS)
             blocks = _blocks_in(space, actor.state.tier)
             while piece := list(itertools.islice(blocks, size)):
                 if (store := actor.store(space.arena.layout)) is None:

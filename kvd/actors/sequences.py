@@ -23,6 +23,7 @@ import xxhash
 from anyio import to_thread
 
 from kvd.actors.patience import Patience
+from kvd.arena.files import replace_file, sync_directory
 from kvd.arena.owner import private_directory
 from kvd.cache.rows import rows_of
 from kvd.cache.sequences import (
@@ -84,7 +85,7 @@ class SequenceFiles:
         """Keep a sequence in the place of what was kept of it."""
         name, encoded = _name(key), msgspec.msgpack.encode(saved)
         with _failing("a sequence cannot be saved"):
-            _write(self._memory / name, encoded + xxhash.xxh3_64_digest(encoded))
+            replace_file(self._memory / name, encoded + xxhash.xxh3_64_digest(encoded))
         self._changed.add(name)
 
     def read(self, key: SequenceKey) -> SavedSequence | None:
@@ -112,7 +113,7 @@ class SequenceFiles:
                 for name in names:
                     self._changed.discard(name)  # first: it may be written again meanwhile
                     self._copy_to_disk(name)
-                _sync(self._disk)
+                sync_directory(self._disk)
         except TierFailed:
             self._changed.update(names)
             raise
@@ -123,20 +124,20 @@ class SequenceFiles:
         except FileNotFoundError:
             (self._disk / name).unlink(missing_ok=True)
         else:
-            _write(self._disk / name, content, lasting=True)
+            replace_file(self._disk / name, content, lasting=True)
 
     def _restore(self) -> None:
         """Take over all that is on disk, or nothing: half of it would be believed to be all."""
         half = self._memory.with_suffix(".new")
         private_directory(half, 0o700)
         for name in _names(self._disk):
-            _write(half / name, (self._disk / name).read_bytes())
+            replace_file(half / name, (self._disk / name).read_bytes())
         half.rename(self._memory)
 
     def _read(self, name: str) -> SavedSequence | None:
         path, copy = self._memory / name, self._disk / name
         if (saved := _read(path)) is None and (saved := _read(copy)) is not None:
-            _write(path, copy.read_bytes())
+            replace_file(path, copy.read_bytes())
         return saved
 
 
@@ -286,27 +287,3 @@ def _read(path: Path) -> SavedSequence | None:
     path.rename(aside)
     logger.error("reason=sequence_damaged a saved sequence cannot be read: see %s", aside)
     return None
-
-
-def _write(path: Path, content: bytes, *, lasting: bool = False) -> None:
-    """Have a file hold this, or what it held before; a lasting one also after a power loss."""
-    half = path.with_suffix(".new")
-    try:
-        with half.open("wb") as file:
-            file.write(content)
-            if lasting:
-                file.flush()
-                os.fsync(file.fileno())
-        half.rename(path)
-    except OSError:
-        half.unlink(missing_ok=True)
-        raise
-
-
-def _sync(directory: Path) -> None:
-    """Have renames and removals in a directory survive a power loss."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

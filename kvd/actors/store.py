@@ -255,14 +255,16 @@ class StoreActor:
 
     def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store | KvdError]:
         layout = info.layout
-        store = next((store for store in self.tier.stores() if store.layout == layout), None)
         try:
-            if store is None:
-                store = self.tier.create_store(layout, data_bytes(layout))
+            store = self._made(layout) or self.tier.create_store(layout, data_bytes(layout))
             store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
         except (BadRequest, TierFailed) as error:
             return info, error
         return info, store
+
+    def _made(self, layout: Layout) -> Store | None:
+        """In the writer's thread: what there is then."""
+        return next((store for store in self.tier.stores() if store.layout == layout), None)
 
     def _prepared(self, prepared: tuple[NamespaceInfo, Store | KvdError]) -> None:
         """Where there is no room for one layout, the others go on; it is tried again later."""
@@ -283,6 +285,19 @@ class StoreActor:
         self._stores[store.layout] = store
         self.state.record_bytes[store.layout] = store.record_bytes
         self.state.usable_bytes = self.tier.usable_bytes
+
+    def forget_namespaces(self, layout: Layout, keys: Sequence[bytes]) -> None:
+        """Have the notes of namespaces removed of which no blocks are left."""
+        for key in keys:
+            self._unprepared.pop(key, None)
+        if not self.is_off:
+            self.submit(self._delete_notes, layout, keys)
+
+    def _delete_notes(self, layout: Layout, keys: Sequence[bytes]) -> None:
+        store = self._made(layout)
+        # Of records that could not be deleted the next start must know what they are.
+        if store is not None and not self._undeleted.get(store):
+            store.delete_notes([NAMESPACE_NOTE + key for key in keys])
 
     def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
         """Have blocks forgotten, which may be on their way or not be there.
@@ -317,6 +332,7 @@ class StoreActor:
         self._unmade.pop(layout, None)
         if (store := self._stores.pop(layout, None)) is not None:
             del self.state.record_bytes[layout]
+            self.state.unknown_bytes.pop(layout, None)
             self._undeleted.pop(store, None)
             self.submit(self.tier.remove_store, store)
 

@@ -52,6 +52,9 @@ class TierActor(Actor):
     async def note_namespace(self, arena: TierArena, number: int, info: NamespaceInfo) -> None:
         await self._ask(arena.note_namespace, number, info)
 
+    async def forget_namespace(self, arena: TierArena, number: int) -> None:
+        await self._ask(arena.forget_namespace, number)
+
     async def remove_arena(self, arena: TierArena) -> None:
         """Close an arena that nobody uses."""
         await self._ask(self.tier.remove_arena, arena)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import anyio
 from msgspec.structs import replace
 
+from kvd.actors import copies
 from kvd.arena.membership import is_held
 from kvd.protocol.codec import TOKEN_BYTES, failure
 from kvd.protocol.errors import (
@@ -385,14 +386,15 @@ class Verbs:
 
     def _load(self, session: Session, request: LoadRequest) -> Answer:
         lease = self._manager.lease(session.id, request.lease)
-        frames = self._manager.load(lease, request.pages, self._slices(lease, request))
+        memory = self._manager.memory(lease)
+        frames = copies.load(memory, lease, request.pages, self._slices(lease, request))
         return Answer(LoadReply(id=request.id, epoch=self._epoch), frames, lease)
 
     def _store(self, session: Session, request: StoreRequest, frames: Sequence[bytes]) -> Answer:
         lease = self._manager.lease(session.id, request.lease)
         slices = self._slices(lease, request)
         data = memoryview(frames[0] if frames else b"")
-        self._manager.store(lease, request.pages, slices, data)
+        copies.store(self._manager.memory(lease), lease, request.pages, slices, data)
         return self._done(request)
 
     def _slices(self, lease: Lease, request: LoadRequest | StoreRequest) -> range:
@@ -437,7 +439,7 @@ class Verbs:
         tail = b""
         if request.tail_page is not None:
             num_rows = request.num_tokens % lease.namespace.arena.layout.block_size
-            tail = self._manager.rows(lease, request.tail_page, num_rows)
+            tail = copies.rows(self._manager.memory(lease), lease, request.tail_page, num_rows)
         return self._saved(lease.namespace, request, tokens, tail)
 
     async def _saved(

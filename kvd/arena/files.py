@@ -35,16 +35,32 @@ def make_file(path: Path, size: int, mode: int, backed_bytes: int = 0) -> int:
     return fd
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Whoever reads the file finds what it says now or what it said before; raises OSError."""
-    new = path.with_stem(path.stem + "-new")
+def replace_file(path: Path, content: bytes, *, lasting: bool = False) -> None:
+    """Whoever reads the file finds what it says now or what it said before; raises OSError.
+
+    Of a `lasting` one that is so after a power loss, too; which of both, `sync_directory` settles.
+    """
+    new = path.with_name(path.name + ".new")
     try:
-        with open(make_file(new, 0, 0o600), "wb") as file:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
             file.write(content)
-        os.replace(new, path)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        new.rename(path)
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def sync_directory(path: Path) -> None:
+    """Have what was renamed and removed there survive a power loss; raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def open_ours(path: Path) -> int:

@@ -100,6 +100,15 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class Unnamed:
+    """Note no more what a namespace's number and key stand for: nothing is left of it."""
+
+    arena: int
+    namespace: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """Close an arena: it has no page that anybody holds, and no namespace."""
 
@@ -116,6 +125,7 @@ Step: TypeAlias = (
     | Back
     | Unback
     | Forgotten
+    | Unnamed
     | Removed
 )
 Plan: TypeAlias = list[Step]

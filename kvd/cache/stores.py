@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Memory, Namespace
     from kvd.cache.plan import Plan
-    from kvd.cache.radix import Node, Tree
+    from kvd.cache.radix import Node
     from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
 
@@ -38,9 +38,9 @@ class StoreState:
     """One tier below memory: number `tier` of all.
 
     `record_bytes` says what a block of a layout takes of `usable_bytes`, and `most_bytes` what all
-    of them may take where that is less. `admission`: whether each block gets a copy, or one that
-    was matched again. `unknown_bytes` are taken by records of which
-    this start knows nothing. While it fails nothing goes down, or comes up.
+    of them may take where that is less. `unknown_bytes` of a layout are taken by records of which
+    this start knows nothing. `admission`: whether each block gets a copy, or one that was matched
+    again. While it fails nothing goes down, or comes up.
     """
 
     tier: int
@@ -49,7 +49,7 @@ class StoreState:
     admission: Admission = "all"
     record_bytes: dict[Layout, int] = field(default_factory=dict)
     most_bytes: dict[Layout, int] = field(default_factory=dict)
-    unknown_bytes: int = 0
+    unknown_bytes: dict[Layout, int] = field(default_factory=dict)
     turn: int = 0
     may_write: bool = True
     may_read: bool = True
@@ -61,6 +61,19 @@ class StoreState:
     def most_of(self, layout: Layout) -> int:
         """What its blocks of a layout may take."""
         return min(self.usable_bytes, self.most_bytes.get(layout, self.usable_bytes))
+
+    def num_unknown_bytes(self, layout: Layout | None = None) -> int:
+        """Of a layout, or all."""
+        known = self.unknown_bytes
+        return known.get(layout, 0) if layout else sum(known.values())
+
+    def num_possible(self, layout: Layout) -> int:
+        """How many blocks of a layout it could hold if all went that may go."""
+        room = min(
+            self.most_of(layout) - self.num_unknown_bytes(layout),
+            self.usable_bytes - self.num_unknown_bytes(),
+        )
+        return max(room, 0) // self.record_bytes[layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +167,7 @@ class Stores:
         layout = arena.layout
         record, most = store.record_bytes[layout], store.most_of(layout)
         left = max(1, max_bytes // layout.page_bytes)
-        left = min(left, most // record, self._num_unsaved(store, arena, left))
+        left = min(left, store.num_possible(layout), self._num_unsaved(store, arena, left))
         if not left:
             return None
         # What the oldest ones follow stays, or the same blocks would go and come again for ever.
@@ -208,31 +221,20 @@ class Stores:
         self._counters["blocks_demoted"] += count
         return count
 
-    def waiting(self, store: StoreState) -> list[tuple[Tree, Node]]:
-        """What waits for a copy now, or has one on its way."""
-        nodes = [
-            (space.tree, node)
-            for space in self._memory.spaces()
-            if store.keeps(space.arena.layout)
-            for node in space.tree.unsaved[store.tier]
-        ]
-        ends = [
-            (piece.space.tree, piece.end)
-            for write in self.writes
-            if write.store is store
-            for piece in write.pieces
-        ]
-        return ends + nodes
+    def waiting(self, store: StoreState) -> list[Node]:
+        """What waits for a copy now, or has one on its way; what comes first stands last."""
+        nodes: list[Node] = []
+        for space in self._memory.spaces():
+            if store.keeps(space.arena.layout):
+                nodes += reversed(space.tree.unsaved[store.tier])
+        writes = [write for write in self.writes if write.store is store]
+        return nodes + [piece.end for write in writes for piece in write.pieces]
 
-    def still_waiting(
-        self, store: StoreState, nodes: list[tuple[Tree, Node]]
-    ) -> list[tuple[Tree, Node]]:
-        """Those of them that wait still."""
-        return [
-            (tree, node)
-            for tree, node in nodes
-            if node in tree.unsaved[store.tier] or node.saving >> store.tier & 1
-        ]
+    def still_wait(self, store: StoreState, nodes: list[Node]) -> bool:
+        """Whether any of them wait still; those behind the last that does are taken off."""
+        while nodes and not _waits(nodes[-1], store.tier):
+            nodes.pop()
+        return bool(nodes)
 
     # --- what goes ---
 
@@ -248,7 +250,7 @@ class Stores:
             for write in self.writes
             if write.store is store and layout in (None, write.arena.layout)
         )
-        return known + coming + (0 if layout else store.unknown_bytes)
+        return known + coming + store.num_unknown_bytes(layout)
 
     def _spaces(self, layout: Layout | None) -> list[Namespace]:
         return [space for space in self._memory.spaces() if layout in (None, space.arena.layout)]
@@ -312,6 +314,10 @@ def _in_turn(members: list[T], turn: int) -> list[T]:
     """All members, another one first each turn."""
     first = turn % max(1, len(members))
     return members[first:] + members[:first]
+
+
+def _waits(node: Node, tier: int) -> bool:
+    return node in node.tree.unsaved[tier] or bool(node.saving >> tier & 1)
 
 
 def _missing(node: Node, tier: int) -> list[Node]:

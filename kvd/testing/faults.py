@@ -155,6 +155,10 @@ class FaultyStore(Store):
         self._trouble.meet_write()
         self.inner.write_note(name, value)
 
+    def delete_notes(self, names: Sequence[bytes]) -> None:
+        self._trouble.meet("delete_notes")
+        self.inner.delete_notes(names)
+
     def notes(self) -> dict[bytes, bytes]:
         self._trouble.meet("notes")
         return self.inner.notes()

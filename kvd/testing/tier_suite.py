@@ -288,6 +288,12 @@ class StoreTierSuite:
         assert store.notes() == {b"first": b"3", b"second": b""}
         assert scan_all(store) == {}
 
+    def test_notes_that_are_deleted_are_gone_and_no_others(self, store: Store) -> None:
+        for name in (b"first", b"second", b"third"):
+            store.write_note(name, name)
+        store.delete_notes([b"first", b"third", b"never there"])
+        assert store.notes() == {b"second": b"second"}
+
     # --- room ---
 
     def test_a_full_tier_says_so_and_keeps_none_of_a_batch(self, store: Store) -> None:

@@ -210,9 +210,9 @@ class Record:
 class Store(ABC):
     """The records of one layout in a store tier; their data have `data_bytes` each.
 
-    `write`, `delete`, `sync` and `write_note` are called from one thread at a time, which is one
-    for all stores of a tier; `read` from several, also while one of those goes on. Every method but
-    `used_bytes` may raise TierFailed.
+    `write`, `delete`, `sync`, `write_note` and `delete_notes` are called from one thread at a time,
+    which is one for all stores of a tier; `read` from several, also while one of those goes on.
+    Every method but `used_bytes` may raise TierFailed.
     """
 
     layout: Layout
@@ -257,6 +257,10 @@ class Store(ABC):
     @abstractmethod
     def write_note(self, name: bytes, value: bytes) -> None:
         """Keep a short value of the daemon's own beside the records."""
+
+    @abstractmethod
+    def delete_notes(self, names: Sequence[bytes]) -> None:
+        """Forget notes; a name that is not there is none of them."""
 
     @abstractmethod
     def notes(self) -> dict[bytes, bytes]:

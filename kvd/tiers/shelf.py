@@ -218,7 +218,12 @@ class ShelfStore(Store):
     # --- notes ---
 
     def write_note(self, name: bytes, value: bytes) -> None:
-        notes = {**self._label.notes, name: value}
+        self._keep_notes({**self._label.notes, name: value})
+
+    def delete_notes(self, names: Sequence[bytes]) -> None:
+        self._keep_notes({n: value for n, value in self._label.notes.items() if n not in names})
+
+    def _keep_notes(self, notes: dict[bytes, bytes]) -> None:
         label = Label(self.data_bytes, notes)
         self._shelf.write_label(self.arena, label)
         self._label = label

@@ -38,7 +38,7 @@ DEFAULT_CAPACITY = 4 << 30
 SMALL_BYTES = 1 << 30
 SUFFIXES = (".arena", ".pages", ".about", ".shelf")
 # Other people's files may have such suffixes, too.
-OURS = re.compile(r"[0-9a-f]{16}-\d+(-new)?\.(arena|pages|about|shelf)")
+OURS = re.compile(r"[0-9a-f]{16}-\d+\.(arena|pages|about|shelf)(\.new)?")
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

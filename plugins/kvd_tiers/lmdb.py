@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.arena.files import boot_id, sync_directory
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
@@ -19,20 +20,19 @@ from kvd_tiers.lmdb_check import damage
 from kvd_tiers.lmdb_files import (
     DATA,
     DESCRIPTION,
-    FOLDER,
     NEW_BYTES,
     SMALL_FILES_BYTES,
     SPARE_SHARE,
+    Damaged,
     Description,
     Mark,
     Volume,
-    boot_id,
     disk_bytes,
+    environments,
     free_bytes,
     read_description,
     read_mark,
     set_aside,
-    sync_directory,
     usable_of,
     volume_error,
 )
@@ -94,10 +94,11 @@ class LmdbTier(StoreTier):
         self._lock = OwnerLock(self.directory / "lmdb.lock", f"the data in {self.directory}")
         self._volume = Volume(self.directory, self.capacity_bytes, self._config.free_floor_bytes)
         try:
-            for folder in sorted(self.directory.glob(FOLDER)):
+            for folder in sorted(environments(self.directory), key=_last_written, reverse=True):
                 self.moved()
                 self._adopt(folder)
             self.moved()
+            self._volume.changed()
             self._shrink()
         except OSError as error:
             raise volume_error(error, f"{self.directory} cannot be used") from error
@@ -161,31 +162,38 @@ class LmdbTier(StoreTier):
             return
         try:
             description, mark = read_description(folder), read_mark(folder)
+            if not (folder / DATA).is_file():
+                raise Damaged(f"its {DATA} is no file")
             if _lost_power(mark):
                 logger.warning("%s is emptied: the machine ended and it was not synced", folder)
                 shutil.rmtree(folder)
                 return
             if not mark.clean and (why := damage(folder, self.moved)):
-                raise TierFailed(why)
+                raise Damaged(why)
             store = self._open_store(folder, description)
             if not mark.clean:
                 self.moved()
                 store.sync()  # whoever wrote it may not have
             self._stores.append(store)
-        except (TierFailed, OSError) as error:
+        except Damaged as error:
             set_aside(folder, str(error))
 
     def _shrink(self) -> None:
         """Under a capacity that was larger, what was written least recently goes first."""
         self._volume.make_room()
-        self._stores.sort(key=lambda store: (store.folder / DATA).stat().st_mtime)
-        while self._stores and disk_bytes(self.directory) > self.capacity_bytes:
-            logger.warning("%s is removed: the capacity was larger", self._stores[0].folder)
-            self.remove_store(self._stores[0])
+        while self._stores and self._volume.size_of(self.directory) > self.capacity_bytes:
+            logger.warning("%s is removed: the capacity was larger", self._stores[-1].folder)
+            self.remove_store(self._stores[-1])
 
 
 def _lost_power(mark: Mark) -> bool:
-    return not mark.clean and not mark.synced and mark.boot != boot_id()
+    return not mark.clean and not mark.synced and mark.boot != boot_id().hex()
+
+
+def _last_written(folder: Path) -> float:
+    """To be asked before it is opened, which counts as a write."""
+    data = folder / DATA
+    return data.stat().st_mtime if data.exists() else 0.0
 
 
 def _folder_name(layout: Layout) -> str:

@@ -15,16 +15,19 @@ from subprocess import PIPE
 
 from lmdb.verify import VerifyError, verify
 
+from kvd.protocol.errors import TierFailed
+
 # Two GiB of records take less than a second; what takes so much longer is as good as damaged.
 BASE_SECONDS = 60.0
 BYTES_A_SECOND = 1 << 30
 LOOK_SECONDS = 1.0
+UNREADABLE = 2  # the exit status of who cannot tell
 
 
 def damage(folder: Path, moved: Callable[[], None] = lambda: None) -> str:
     """What a child process found wrong with an environment; empty if it is whole.
 
-    `moved` is told meanwhile that there is hope.
+    `moved` is told meanwhile that there is hope. Raises TierFailed where it cannot be read.
     """
     size = (folder / "data.mdb").stat().st_size
     patience = BASE_SECONDS + size / BYTES_A_SECOND
@@ -40,6 +43,8 @@ def damage(folder: Path, moved: Callable[[], None] = lambda: None) -> str:
                     child.kill()
                     return f"its check did not end within {patience:.0f} seconds"
                 moved()
+    if child.returncode == UNREADABLE:
+        raise TierFailed(f"{folder} cannot be looked through: {said.strip()}")
     if child.returncode == 0:
         return ""
     return said.strip() or f"its check ended with status {child.returncode}: {complaint}"
@@ -48,7 +53,10 @@ def damage(folder: Path, moved: Callable[[], None] = lambda: None) -> str:
 def main() -> int:
     try:
         problems = verify(sys.argv[1])
-    except (OSError, VerifyError) as error:
+    except OSError as error:
+        print(error)
+        return UNREADABLE
+    except VerifyError as error:
         problems = [str(error)]
     if problems:
         print(f"{problems[0]} ({len(problems)} in all)")

@@ -7,13 +7,18 @@ import logging
 import mmap
 import os
 import shutil
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 import msgspec
 
+from kvd.arena.files import replace_file, sync_directory
 from kvd.protocol.errors import TierFailed, TierFull
 from kvd.protocol.layout import Layout
 from kvd.protocol.units import format_bytes
@@ -26,6 +31,7 @@ VERSION = 1
 DATA = "data.mdb"
 DESCRIPTION = "layout.json"
 MARK = "mark.json"
+LOCK = "lock.mdb"
 FOLDER = "layout-" + "[0-9a-f]" * 16  # what is called otherwise is not ours
 ASIDE = ".aside"
 # Of the capacity: for the small files beside the data, and what the file system adds to them.
@@ -40,6 +46,7 @@ NEW_BYTES = 384 << 10  # and so much that it can be made at all
 ZEROS = bytes(4 << 20)
 # Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
 # a mapped page may still need room, and a full volume is then SIGBUS.
+MEMORY = Path("/dev/shm")
 MAPPED_WRITES = {"ext4", "xfs", "tmpfs"}
 
 
@@ -58,12 +65,12 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     clean: bool
-    boot: str
+    boot: str  # in hexadecimal
     synced: bool
 
 
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+class Damaged(TierFailed):
+    """What lies there is not what was written: it will be of no use at any other start either."""
 
 
 # --- small files -----------------------------------------------------------------------------
@@ -74,36 +81,23 @@ def write_durably(path: Path, value: msgspec.Struct) -> None:
 
     Until then the old one is: it is never read torn.
     """
-    fresh = path.with_suffix(".new")
     try:
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(value))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
+        replace_file(path, msgspec.json.encode(value), lasting=True)
         sync_directory(path.parent)
     except OSError as error:
         raise volume_error(error, f"{path} cannot be written") from error
 
 
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def read_description(folder: Path) -> Description:
-    """Raises TierFailed, saying why what lies there is of no use."""
+    """Raises Damaged, saying why what lies there is of no use, and TierFailed."""
     version = _read(folder / DESCRIPTION, _Versioned).version
     if version != VERSION:
-        raise TierFailed(f"its format has version {version}, not {VERSION}")
+        raise Damaged(f"its format has version {version}, not {VERSION}")
     return _read(folder / DESCRIPTION, Description)
 
 
 def read_mark(folder: Path) -> Mark:
-    """Raises TierFailed."""
+    """Raises Damaged and TierFailed."""
     return _read(folder / MARK, Mark)
 
 
@@ -114,8 +108,17 @@ class _Versioned(msgspec.Struct, frozen=True):
 def _read(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise TierFailed(f"its {path.name} cannot be read: {error}") from error
+    except (FileNotFoundError, msgspec.MsgspecError) as error:
+        raise Damaged(f"its {path.name} cannot be read: {error}") from error
+    except OSError as error:
+        raise volume_error(error, f"{path} cannot be read") from error
+
+
+def environments(directory: Path) -> list[Path]:
+    """The folders of environments; what else lies there, be it called alike, is not ours."""
+    return sorted(
+        path for path in directory.glob(FOLDER) if path.is_dir() and not path.is_symlink()
+    )
 
 
 def set_aside(folder: Path, why: str) -> None:
@@ -141,10 +144,36 @@ class Volume:
         self.directory = directory
         self.capacity_bytes = capacity_bytes
         self.floor_bytes = floor_bytes
+        self._sizes: dict[Path, int] | None = None
+        self._measuring = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "kvd-lmdb-grow")
+
+    def size_of(self, folder: Path) -> int:
+        """What a folder takes; 0 for one that is not there."""
+        return self._measured().get(folder, 0)
+
+    def changed(self) -> None:
+        """Files came, grew or went: they are measured again when it is asked for."""
+        with self._measuring:
+            self._sizes = None
+
+    def _measured(self) -> dict[Path, int]:
+        """What the directory takes, and each folder in it: by a walk, which takes a millisecond.
+
+        The lock: what is measured while a file grows is not what is known after `changed`.
+        """
+        with self._measuring:
+            if self._sizes is None:
+                folders = [*environments(self.directory), *self._aside()]
+                self._sizes = {path: disk_bytes(path) for path in (self.directory, *folders)}
+            return self._sizes
+
+    def _aside(self) -> list[Path]:
+        return list(self.directory.glob(FOLDER + ASIDE))
 
     def begin(self, path: Path, size: int) -> None:
         """Have the file of a new environment grow by what is kept for it. Raises TierFull."""
+        self.changed()
         self._executor.submit(self._grow, path, size, size, is_new=True).result()
 
     def grow(self, path: Path, least: int, most: int) -> Future[int]:
@@ -158,7 +187,7 @@ class Volume:
 
     def make_room(self) -> None:
         """Bring what an earlier start left under the capacity, as far as what is set aside does."""
-        if disk_bytes(self.directory) > self.capacity_bytes:
+        if self.size_of(self.directory) > self.capacity_bytes:
             self._remove_what_is_aside()
 
     def close(self) -> None:
@@ -179,26 +208,35 @@ class Volume:
             return _extend(path, size) if size else path.stat().st_size
         except OSError as error:
             raise volume_error(error, f"{format_bytes(size)} more for {path}") from error
+        finally:
+            self.changed()
 
     def room_of(self, folder: Path) -> int:
         """How much more an environment may take, since what is set aside may go."""
-        others = [other for other in self.directory.glob(FOLDER) if other != folder]
-        kept = NEW_BYTES + sum(self.shortfall_of(other) for other in others)
-        if disk_bytes(folder) > (spare := self.capacity_bytes // SPARE_SHARE):
+        share = self._half_share
+        others = [size for other, size in self._environments.items() if other != folder]
+        kept = NEW_BYTES + sum(max(share - size, 0) for size in others)
+        if self.size_of(folder) > (spare := self.capacity_bytes // SPARE_SHARE):
             kept += spare
-        aside = sum(map(disk_bytes, self.directory.glob(FOLDER + ASIDE)))
+        aside = sum(map(self.size_of, self._aside()))
         return max(self._room + aside - kept, 0)
 
     def is_crowded(self, folder: Path) -> bool:
         """Whether an environment lacks room that others have, and not others of the volume."""
-        lacks = self.shortfall_of(folder) > 0 and self.room_of(folder) < STEP_BYTES
+        is_small = self.size_of(folder) < self._half_share
+        lacks = is_small and self.room_of(folder) < STEP_BYTES
         return lacks and self._room == self._own_room
 
-    def shortfall_of(self, folder: Path) -> int:
-        """What an environment lacks of half of its equal share."""
-        num_environments = max(sum(1 for _ in self.directory.glob(FOLDER)), 1)
-        everything = disk_bytes(self.directory) + max(self._room, 0)
-        return max(everything // (2 * num_environments) - disk_bytes(folder), 0)
+    @property
+    def _environments(self) -> dict[Path, int]:
+        sizes = self._measured().items()
+        return {path: size for path, size in sizes if fnmatch(path.name, FOLDER)}
+
+    @property
+    def _half_share(self) -> int:
+        """Half of what each environment had if all had the same."""
+        everything = self.size_of(self.directory) + max(self._room, 0)
+        return everything // (2 * max(len(self._environments), 1))
 
     @property
     def _room(self) -> int:
@@ -206,15 +244,16 @@ class Volume:
 
     @property
     def _own_room(self) -> int:
-        return self.capacity_bytes - SMALL_FILES_BYTES - disk_bytes(self.directory)
+        return self.capacity_bytes - SMALL_FILES_BYTES - self.size_of(self.directory)
 
     def _remove_what_is_aside(self) -> None:
-        for folder in self.directory.glob(FOLDER + ASIDE):
+        for folder in self._aside():
             logger.warning("%s is removed: its room is needed", folder)
             shutil.rmtree(folder, ignore_errors=True)
+        self.changed()
 
     def _fullness(self) -> str:
-        taken, free = disk_bytes(self.directory), free_bytes(self.directory)
+        taken, free = self.size_of(self.directory), free_bytes(self.directory)
         return (
             f"no room in {self.directory}: its files take {format_bytes(taken)} of "
             f"{format_bytes(self.capacity_bytes)} (capacity_bytes), and {format_bytes(free)} are "
@@ -272,8 +311,29 @@ def disk_bytes(directory: Path) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    found = os.statvfs(directory)
+    """Raises TierFailed."""
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        raise volume_error(error, f"{directory} cannot be used") from error
     return found.f_bavail * found.f_frsize
+
+
+@contextmanager
+def lock_in_memory(folder: Path) -> Iterator[None]:
+    """Have the lock file that LMDB opens now, and nobody else ever, lie in memory.
+
+    Each read transaction writes there while its thread holds Python's own lock: on a disk that
+    hangs, no other thread would go on.
+    """
+    link = folder / LOCK
+    link.unlink(missing_ok=True)
+    with NamedTemporaryFile(prefix="kvd-", dir=MEMORY if MEMORY.is_dir() else None) as file:
+        link.symlink_to(file.name)
+        try:
+            yield
+        finally:
+            link.unlink(missing_ok=True)
 
 
 def allows_mapped_writes(directory: Path) -> bool:
@@ -288,4 +348,4 @@ def allows_mapped_writes(directory: Path) -> bool:
 
 def volume_error(error: OSError, what: str) -> TierFailed:
     kind = TierFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else TierFailed
-    return kind(f"{what}: {error.strerror}")
+    return kind(f"{what}: {error.strerror or error}")

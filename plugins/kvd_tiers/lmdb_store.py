@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
+from kvd.arena.files import boot_id
 from kvd.protocol.errors import TierFailed, TierFull
 from kvd.protocol.keys import KEY_BYTES, BlockKey
 from kvd.tiers.base import Store, most_about_bytes
@@ -24,11 +25,11 @@ from kvd_tiers.lmdb_files import (
     MARK,
     STEP_BYTES,
     VERSION,
+    Damaged,
     Description,
     Mark,
     allows_mapped_writes,
-    boot_id,
-    disk_bytes,
+    lock_in_memory,
     reserve,
     usable_of,
     volume_error,
@@ -53,6 +54,9 @@ SPARE_PAGES = 32
 PAGE_HEADER_BYTES = 16
 NODE_BYTES = 8 + 2
 NODE_MAX = (PAGE_BYTES - PAGE_HEADER_BYTES) // 2
+
+# What an environment is told to be that is not whole.
+DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 
 
 class LmdbStore(Store):
@@ -84,26 +88,32 @@ class LmdbStore(Store):
 
     def _open(self) -> None:
         size = reserve(self.folder / DATA)
-        self._env = lmdb.open(
-            str(self.folder),
-            map_size=size,
-            max_dbs=3,
-            # The commit itself is not synced apart from the data: a power loss undoes the last
-            # transaction at most, and costs half as much.
-            metasync=False,
-            sync=self._sync,
-            writemap=self._writemap,
-            # The kernel reads ahead, also where the file is larger than memory: without it, a
-            # record of 2 MiB is read by pieces of 4 KiB, nine times slower.
-            readahead=True,
-        )
+        with lock_in_memory(self.folder):
+            self._env = lmdb.open(
+                str(self.folder),
+                map_size=size,
+                max_dbs=3,
+                # The commit itself is not synced apart from the data: a power loss undoes the last
+                # transaction at most, and costs half as much.
+                metasync=False,
+                sync=self._sync,
+                writemap=self._writemap,
+                # The kernel reads ahead, also where the file is larger than memory: without it, a
+                # record of 2 MiB is read by pieces of 4 KiB, nine times slower.
+                readahead=True,
+            )
         self._databases = [self._env.open_db(name) for name in (b"data", b"about", b"notes")]
         self._data, self._about, self._notes = self._databases
         self._num_pages = size // PAGE_BYTES
 
+    def _reopen(self) -> None:
+        with self._gate.alone():
+            self._env.close()
+            self._open()
+
     @property
     def used_bytes(self) -> int:
-        return disk_bytes(self.folder)
+        return self._volume.size_of(self.folder)
 
     @property
     def most_bytes(self) -> int:
@@ -172,9 +182,18 @@ class LmdbStore(Store):
             if not self._commit(lambda txn: txn.put(name, value, db=self._notes)):
                 raise TierFull(f"no room in {self.folder} for a note")
 
+    def delete_notes(self, names: Sequence[bytes]) -> None:
+        with self._writing():
+            if not self._commit(functools.partial(self._forget_notes, names)):
+                raise TierFull(f"no room in {self.folder} to forget notes in")
+
     def notes(self) -> dict[bytes, bytes]:
         with self._transaction() as txn, txn.cursor(self._notes) as cursor:
             return {bytes(name): bytes(value) for name, value in cursor.iternext()}
+
+    def _forget_notes(self, names: Sequence[bytes], txn: lmdb.Transaction[bytes]) -> None:
+        for name in names:
+            txn.delete(name, db=self._notes)
 
     # --- whole or not ---
 
@@ -201,6 +220,7 @@ class LmdbStore(Store):
         # First, so that nobody takes what may be left of the rest for an environment.
         (self.folder / DESCRIPTION).unlink()
         shutil.rmtree(self.folder)
+        self._volume.changed()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -218,13 +238,11 @@ class LmdbStore(Store):
             except lmdb.Error:
                 # What could not be written may leave LMDB refusing everything until it is reopened.
                 self._end_growth()
-                with self._gate.alone():
-                    self._env.close()
-                    self._open()
+                self._reopen()
                 raise
 
     def _mark(self, *, clean: bool) -> None:
-        write_durably(self.folder / MARK, Mark(clean, boot_id(), self._sync))
+        write_durably(self.folder / MARK, Mark(clean, boot_id().hex(), self._sync))
 
     # --- transactions ---
 
@@ -283,10 +301,9 @@ class LmdbStore(Store):
         """Go on with a longer file. Raises TierFull."""
         growing = self._growing or self._start_growing(num_pages)
         self._growing = None
-        size = growing.result()
-        with self._gate.alone():
-            self._env.set_mapsize(size)
-        self._num_pages = size // PAGE_BYTES
+        growing.result()
+        # Not by `set_mapsize`, which may wait for the disk while it holds Python's own lock.
+        self._reopen()
 
     def _start_growing(self, num_pages: int) -> Future[int]:
         most = max(num_pages, self._step_pages) * PAGE_BYTES
@@ -311,9 +328,9 @@ def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volu
         folder.mkdir(mode=0o700)
         with _told_as_ours(folder):
             # Not yet by a writable map: its file has no room before it grows.
-            lmdb.open(str(folder), lib_version=0).close()
+            lmdb.open(str(folder), lib_version=0, lock=False).close()
         volume.begin(folder / DATA, LEAST_BYTES)
-        write_durably(folder / MARK, Mark(clean=True, boot=boot_id(), synced=True))
+        write_durably(folder / MARK, Mark(clean=True, boot=boot_id().hex(), synced=True))
         write_durably(folder / DESCRIPTION, description)
     except OSError as error:
         raise volume_error(error, f"{folder} cannot be made") from error
@@ -347,5 +364,7 @@ def _told_as_ours(folder: Path) -> Iterator[None]:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:
         raise TierFull(f"{folder} is full: {error}") from error
+    except DAMAGE as error:
+        raise Damaged(f"{folder}: {error}") from error
     except lmdb.Error as error:
         raise TierFailed(f"{folder}: {error}") from error

@@ -15,7 +15,7 @@ from kvd.actors.mover import Mover
 from kvd.actors.scrubber import Round, Scrubber
 from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.signal import Signal
-from kvd.actors.store import StoreActor
+from kvd.actors.store import NAMESPACE_NOTE, StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
 from kvd.arena.runs import pages_of
@@ -58,8 +58,8 @@ class Cache:
         self.counters = manager.state.counters
         self._last_lease = 0
 
-    async def open(self, layout: Layout = LAYOUT) -> None:
-        opened = await self.manager.open(1, IDENTITY, layout, "", extras=False)
+    async def open(self, layout: Layout = LAYOUT, salt: str = "") -> None:
+        opened = await self.manager.open(1, IDENTITY, layout, salt, extras=False)
         self.space, self.arena = opened.namespace, opened.arena
 
     @contextmanager
@@ -115,6 +115,16 @@ class Cache:
     def key(self, number: int) -> BlockKey:
         nodes = self.space.tree.find(packed(TOKENS), anywhere=True).node.path()
         return [key for node in nodes for key in node.block_keys()][number]
+
+    async def open_in_place(self, salt: str) -> None:
+        """Open another namespace, for which this one makes place."""
+        self.manager.close_namespace(1, self.space.id)
+        await self.open(salt=salt)
+
+    async def namespaces_on_disk(self) -> set[bytes]:
+        """The keys of those that the store has a note of."""
+        await self.actor.settle()
+        return {name.removeprefix(NAMESPACE_NOTE) for name in self.records.notes()}
 
     def drop(self) -> None:
         """Drop all there is."""

@@ -157,7 +157,7 @@ def test_a_start_that_was_cut_short_takes_over_all_the_next_time(machine: Machin
         machine.save(name)
     machine.files.checkpoint()
     (machine.memory / "sequences").rename(machine.memory / "sequences.new")
-    machine.paths(machine.disk)[0].with_suffix(".new").write_bytes(b"half")
+    Path(f"{machine.paths(machine.disk)[0]}.new").write_bytes(b"half")
     (machine.memory / "sequences.new" / "half.new").write_bytes(b"half")
     machine.start()
     assert machine.found == {"a": 1, "b": 1}
@@ -178,7 +178,7 @@ def test_where_there_is_no_room_nothing_is_lost(
 def test_a_checkpoint_that_fails_is_made_good_by_the_next(machine: Machine) -> None:
     machine.save()
     (path,) = machine.paths(machine.memory)
-    in_the_way = machine.disk / "sequences" / path.with_suffix(".new").name
+    in_the_way = machine.disk / "sequences" / f"{path.name}.new"
     in_the_way.mkdir(parents=True)
     with pytest.raises(TierFailed, match="kept on disk"):
         machine.files.checkpoint()

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvd.config import CacheConfig
-from kvd.protocol.errors import TierFailed
+from kvd.arena.about import read_about
+from kvd.config import CacheConfig, LimitConfig
+from kvd.protocol.errors import LimitExceeded, TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
 from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import LAYOUT, PAGE_FIRST
+from tests.e2e.support import LAYOUT, PAGE_FIRST, tokens_of
 
 pytestmark = pytest.mark.anyio
 
@@ -127,3 +128,62 @@ async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
         await until(lambda: not cache.actor.trouble)
         assert cache.actor.tier.stores() == []
         await cache.actor.sync()
+
+
+async def test_of_namespaces_that_made_place_no_notes_are_left(start: Any) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(namespaces=1)
+        await cache.store(TOKENS, on_disk=True)
+        first = cache.space
+        for salt in ("second", "third"):
+            await cache.open_in_place(salt)
+        assert await cache.namespaces_on_disk() == {cache.space.key}
+        noted = read_about(cache.arena.path.with_suffix(".about")).namespaces
+        assert first.id not in noted
+        assert cache.space.id in noted
+
+
+@pytest.mark.usefixtures("soon")
+async def test_of_blocks_that_could_not_be_deleted_the_note_stays(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(ON_DEMAND, FIRST_CALL_FAILS) as cache:
+        cache.manager.state.limits = LimitConfig(namespaces=1)
+        await cache.store(TOKENS, on_disk=True)
+        first = cache.space
+        set_faults(shm, Faults.SOME)
+        await cache.open_in_place("second")
+        assert await cache.namespaces_on_disk() >= {first.key}
+
+
+async def test_a_namespace_that_is_refused_leaves_no_note(start: Any) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(session_namespaces=1)
+        with pytest.raises(LimitExceeded):
+            await cache.open(salt="one too many")
+        assert await cache.namespaces_on_disk() == {cache.space.key}
+
+
+async def test_a_namespace_that_is_refused_takes_no_others_place(start: Any) -> None:
+    async with start() as cache:
+        first, state = cache.space, cache.manager.state
+        await cache.open_in_place("second")
+        state.limits = LimitConfig(namespaces=2, session_namespaces=1)
+        with pytest.raises(LimitExceeded):
+            await cache.open(salt="one too many")
+        assert state.find_namespace(first.key) is first
+
+
+async def test_where_unknown_records_have_all_the_room_nothing_known_makes_room_in_vain(
+    start: Any,
+) -> None:
+    async with start() as cache:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        state = cache.actor.state
+        state.unknown_bytes[PAGE_FIRST] = state.usable_bytes
+        await cache.store(tokens_of(2, 1))
+        with pytest.raises(TierFailed):
+            await cache.mover.checkpoint()
+        assert cache.num_on_disk == 4

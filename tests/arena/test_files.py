@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.arena.files import boot_id, data_ranges, find_file, make_file
+from kvd.arena.files import boot_id, data_ranges, find_file, make_file, replace_file
 from kvd.protocol.errors import TierFailed
 
 PAGE = 4096
@@ -30,6 +30,22 @@ def test_a_file_that_is_there_is_not_made_again(shm: Path) -> None:
     with pytest.raises(FileExistsError):
         make_file(shm / "file", PAGE, 0o600)
     assert (shm / "file").read_text() == "mine"
+
+
+def test_what_an_earlier_try_left_does_not_hinder_that_a_file_is_replaced(shm: Path) -> None:
+    (shm / "file").write_bytes(b"before")
+    (shm / "file.new").write_bytes(b"half of it")
+    replace_file(shm / "file", b"now", lasting=True)
+    assert (shm / "file").read_bytes() == b"now"
+    assert [path.name for path in shm.iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_replaced_says_what_it_said_before(shm: Path) -> None:
+    replace_file(shm / "file", b"before")
+    (shm / "file.new").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_file(shm / "file", b"now")
+    assert (shm / "file").read_bytes() == b"before"
 
 
 def test_a_file_is_found_by_its_size(shm: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvd_client import Client, lease
+from kvd_client import Client, binding
 from tests.bench.common import (
     IDENTITY,
     LAYOUT_8B,
@@ -110,12 +110,12 @@ def _store(namespace: Namespace, source: torch.Tensor, seed: int) -> float:
 @contextmanager
 def unpopulated() -> Iterator[None]:
     """Leases made here leave all pages to their first touch."""
-    before = lease.POPULATE_BYTES
-    lease.POPULATE_BYTES = sys.maxsize
+    before = binding.POPULATE_BYTES
+    binding.POPULATE_BYTES = sys.maxsize
     try:
         yield
     finally:
-        lease.POPULATE_BYTES = before
+        binding.POPULATE_BYTES = before
 
 
 def wait_populated() -> None:

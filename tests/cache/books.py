@@ -66,6 +66,9 @@ class Books:
                 self.tables[arena].unback(pages_of([run]))
             case plans.Back(arena, run):
                 self.check_states(arena, pages_of([run]), PageState.UNBACKED)
+            case plans.Unnamed(arena, number, _):
+                is_block = self.tables[arena].records["state"] == PageState.COMMITTED
+                assert number not in self.tables[arena].records["namespace"][is_block]
             case plans.Removed(arena):
                 states = self.tables.pop(arena).records["state"]
                 assert (states <= PageState.FREE).all()

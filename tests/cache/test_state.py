@@ -26,6 +26,7 @@ from kvd.cache.plan import (
     Removed,
     Reserved,
     Short,
+    Unnamed,
 )
 from kvd.cache.rows import EXTRA_BYTES, row_bytes, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
@@ -153,7 +154,8 @@ def test_a_namespace_that_made_place_is_made_anew() -> None:
     cache = Cache(namespaces=1)
     cache.fill("abc")
     closed(cache, "")
-    cache.state.make_place(for_arena=False)
+    plan = cache.state.make_place(for_arena=False)
+    assert plan[-1] == Unnamed(cache.arena.id, cache.namespace.id, cache.namespace.key)
     assert cache.tenant("").id != cache.namespace.id
     assert cache.match("abc").num_matched == 0
 
@@ -164,7 +166,7 @@ def test_an_unused_layout_makes_place_with_its_namespaces() -> None:
     cache.fill("abc")
     closed(cache, "")
     plan = cache.state.make_place(for_arena=True)
-    assert kinds(plan) == [Freed, Removed]
+    assert kinds(plan) == [Freed, Unnamed, Removed]
     assert list(cache.memory.arenas.values()) == [wide]
     assert {space.salt for space in cache.state.namespaces.values()} == {"wide"}
 

@@ -15,8 +15,8 @@ import pytest
 
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import BadRequest, Layout, LeaseEnded, OutOfPages, PagesInUse
+from kvd_client.binding import Populating
 from kvd_client.client import Client
-from kvd_client.lease import _Populating
 from tests.arena.conftest import Child
 from tests.e2e.conftest import PROLOGUE
 from tests.e2e.support import (
@@ -645,7 +645,7 @@ def test_a_lease_survives_heartbeats_and_sweeps(lease: Lease, client: Client) ->
 
 
 def test_no_page_is_faulted_in_after_its_lease_let_go() -> None:
-    populating, began, taken = _Populating(), threading.Event(), []
+    populating, began, taken = Populating(), threading.Event(), []
 
     def steps() -> Iterator[None]:
         while True:

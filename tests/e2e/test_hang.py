@@ -112,7 +112,7 @@ def test_sequences_that_cannot_be_copied_hinder_neither_a_stop_nor_that_blocks_a
     (name,) = [path.name for path in (daemon.directory / "sequences").iterdir()]
     copies = daemon.data_directory / "sequences"
     copies.mkdir(mode=0o700)
-    os.mkfifo((copies / name).with_suffix(".new"))  # nobody reads it: who writes it hangs
+    os.mkfifo(copies / f"{name}.new")  # nobody reads it: who writes it hangs
     assert daemon.stop() == 0
     assert "reason=left the disk of saved sequences" in daemon.log
     shutil.rmtree(daemon.directory)

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from kvd.protocol.keys import NamespaceInfo
 from kvd.testing.daemons import DaemonFailed, RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
+from kvd.tiers.base import StoreTier
+from kvd.tiers.registry import load_tier
 from kvd_client import Layout
 from kvd_client.client import Client
 from kvd_tiers.lmdb_files import disk_bytes
@@ -299,6 +303,24 @@ def test_what_a_start_has_no_room_to_serve_is_there_for_the_next(tmpfs: Mount) -
         daemon.start()
         eventually(lambda: client.attached)
         assert use_all(WIDE.open(client)) == sum(map(len, SEQUENCES))
+
+
+def test_a_start_forgets_namespaces_of_which_nothing_is_left() -> None:
+    with running_daemon(with_store()) as daemon:
+        with Client(daemon.endpoint, timeout=30.0) as client:
+            store(client.open(IDENTITY, LAYOUT, salt="kept"), tokens_of(1, 4))
+            client.open(IDENTITY, LAYOUT, salt="empty")
+            eventually(lambda: count(client, "blocks_demoted") == 4)
+        daemon.stop()
+        forget_memory(daemon)
+        daemon.start()
+        daemon.stop()
+        disk = load_tier(with_store()["tiers"][1]["tier"], daemon.directory, daemon.data_directory)
+        assert isinstance(disk, StoreTier)
+        disk.open(3)
+        ((_, note),) = disk.stores()[0].notes().items()
+        disk.close()
+        assert msgspec.msgpack.decode(note, type=NamespaceInfo).salt == "kept"
 
 
 # --- more tiers ---

@@ -160,7 +160,7 @@ def test_who_maps_an_arena_sees_the_same_memory(left: Path) -> None:
 def test_what_belongs_to_no_arena_is_removed(left: Path) -> None:
     alone = "0123456789abcdef-7"
     theirs = ("notes.txt", "letter.pages", "me.about", "2-2.arena")
-    for name in (f"{alone}.pages", f"{alone}.about", f"{left.stem}-new.about", *theirs):
+    for name in (f"{alone}.pages", f"{alone}.about", f"{left.stem}.about.new", *theirs):
         (left.parent / name).touch()
     adopt(left)
     names = [left.name, left.stem + ".about", left.stem + ".pages", "host.lock", *theirs]

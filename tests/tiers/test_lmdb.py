@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import random
 import resource
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -44,6 +47,8 @@ from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
 if TYPE_CHECKING:
     from kvd_tiers.lmdb_store import LmdbStore
     from tests.arena.conftest import Child
+
+FS_IOC_SETFLAGS, FS_IMMUTABLE_FL = 0x40086602, 0x10  # linux/fs.h
 
 Mount = Callable[..., Path]
 MIB = 1 << 20
@@ -284,6 +289,21 @@ def test_there_is_room_to_make_one_more_environment_and_no_more(
     assert bytes_on_disk(tier.directory) <= tier.capacity_bytes
 
 
+def test_under_a_lower_capacity_what_was_written_last_stays(
+    tier: LmdbTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_tiers.lmdb.LEAST_CAPACITY", 0)
+    layouts = [msgspec.structs.replace(LAYOUT, num_layers=count) for count in (1, 2, 3)]
+    folders = [tier.create_store(layout, layout.page_bytes).folder for layout in layouts]
+    tier.close()
+    ages = dict(zip(sorted(folders), (10, 0, 20), strict=True))
+    for folder, age in ages.items():
+        os.utime(folder / "data.mdb", (time.time() - age,) * 2)
+    less = bytes_on_disk(tier.directory) - MIB // 16
+    with closing(reopened(tier.directory.parent, less)) as again:
+        assert [store.folder for store in again.stores()] == sorted(folders, key=ages.get)[:2]
+
+
 def test_a_lower_capacity_holds_for_what_was_left(tier: LmdbTier, store: LmdbStore) -> None:
     other = tier.create_store(OTHER, OTHER.page_bytes)
     fill(store)
@@ -371,7 +391,7 @@ def lose_the_data(folder: Path) -> None:
         (lose_the_mark, "mark.json cannot be read"),
         (change_the_version, "version 99, not 1"),
         (lose_the_description, "layout.json cannot be read"),
-        (lose_the_data, "No such file"),
+        (lose_the_data, "data.mdb is no file"),
     ],
 )
 def test_what_is_damaged_is_set_aside_and_said(
@@ -418,6 +438,59 @@ def test_what_is_not_ours_is_left_alone(tier: LmdbTier, store: LmdbStore) -> Non
     with closing(reopened(tier.directory.parent)) as again:
         fill(again.create_store(OTHER, OTHER.page_bytes))
     assert all(folder.exists() for folder in theirs)
+
+
+def make_a_file(path: Path) -> None:
+    path.write_bytes(b"theirs")
+
+
+def make_a_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [make_a_file, make_a_link, os.mkfifo])
+def test_what_is_no_folder_is_not_ours_whatever_its_name(
+    tier: LmdbTier, store: LmdbStore, make: Callable[[Path], None]
+) -> None:
+    make(theirs := tier.directory / f"layout-{'1' * 16}")
+    tier.close()
+    with closing(reopened(tier.directory.parent)) as again:
+        assert [each.layout for each in again.stores()] == [store.layout]
+        assert theirs.lstat()
+
+
+@contextmanager
+def immutable(path: Path) -> Iterator[None]:
+    """A file that not even root may open for writing."""
+    with path.open("rb") as file:
+        try:
+            fcntl.ioctl(file, FS_IOC_SETFLAGS, struct.pack("l", FS_IMMUTABLE_FL))
+        except OSError as error:
+            pytest.skip(f"no file can be made immutable: {error}")
+        try:
+            yield
+        finally:
+            fcntl.ioctl(file, FS_IOC_SETFLAGS, struct.pack("l", 0))
+
+
+def test_what_cannot_be_opened_now_is_not_forgotten(
+    crash: Callable[..., Path],
+    shm: Path,  # noqa: F811
+) -> None:
+    folder = crash()
+    refused = pytest.raises(TierFailed, match="not permitted")
+    with immutable(folder / "data.mdb"), closing(make(shm, 16 * MIB)) as tier, refused:
+        tier.open(2)
+    with closing(reopened(shm)) as tier:
+        (store,) = tier.stores()
+        assert sum(map(len, store.scan())) > 0
+
+
+def test_nothing_but_the_data_is_mapped_from_disk(store: LmdbStore) -> None:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[5] for line in lines if str(store.folder) in line}
+    assert mapped == {str(store.folder / "data.mdb")}
+    assert not (store.folder / "lock.mdb").is_symlink()
 
 
 def test_a_check_that_dies_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

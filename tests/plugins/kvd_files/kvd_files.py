@@ -105,6 +105,10 @@ class FilesStore(Store):
         fresh.write_bytes(value)
         fresh.rename(self.folder / "notes" / name.hex())
 
+    def delete_notes(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            (self.folder / "notes" / name.hex()).unlink(missing_ok=True)
+
     def notes(self) -> dict[bytes, bytes]:
         return {
             bytes.fromhex(path.name): path.read_bytes()
