@@ -4,7 +4,8 @@ A sequence's keys and values lie in runs of consecutive pages (PagedAttention, K
 layer a run is one strided tensor, so the fused CPU kernel (FlashAttention, Dao 2022) reads it in
 place: one call a run. The kernel also returns the log-sum-exp of each row's scores, and with it
 results over disjoint keys merge exactly (online softmax, Milakov & Gimelshein 2018; FlashInfer
-calls it cascade). Nothing is gathered, copied or masked: causality comes from how we cut.
+calls it cascade). Nothing is gathered or masked: causality comes from how we cut. So do sliding
+windows, and only where one leaves keys behind are these copied, in the opposite order.
 
 Pages of a GPU are attended where they lie too, by the kernels that `attention_cuda` finds there.
 """
@@ -12,9 +13,12 @@ Pages of a GPU are attended where they lie too, by the kernels that `attention_c
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +26,20 @@ from torch import Tensor
 
 from kvd_infer import attention_cuda
 
+# How many keys at the lower edge of a window are cut at a time: they are copied.
+TILE_TOKENS = 256
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysValues:
-    """The keys and values of consecutive positions in one layer, usually views of one run.
+    """The keys and values of consecutive positions, usually views of one run.
 
-    Both are `[tokens, kv_heads, head_size]` in one dtype (float32, bfloat16, float16, float64),
-    on the CPU or on a GPU; any strides do, except that the last must be 1. Zero tokens are
-    allowed. The memory is the caller's: it is read by each call of attention, never copied or
-    kept.
+    Both are `[layers, tokens, kv_heads, head_size]`, or without the layers where there is one, in
+    one dtype (float32, bfloat16, float16, float64), on the CPU or on a GPU; any strides do, except
+    that the last must be 1. Zero tokens are allowed. The memory is the caller's: it is read by
+    each call of attention, never kept.
 
     Raises ValueError where that does not hold; the kernel itself would answer wrong numbers.
     """
@@ -44,137 +51,274 @@ class KeysValues:
         keys, values = self.keys, self.values
         if keys.shape != values.shape or keys.dtype != values.dtype:
             raise ValueError(f"keys are {_describe(keys)}, but values {_describe(values)}")
-        _check_tensor("keys", keys)
-        _check_tensor("values", values)
+        _check_tensor("keys", keys, (3, 4))
+        _check_tensor("values", values, (3, 4))
 
     @property
     def num_tokens(self) -> int:
-        return self.keys.shape[0]
+        return self.keys.shape[-3]
 
     def slice(self, first: int, end: int) -> KeysValues:
         """Tokens first to end (excluded) of these, as views."""
         if first == 0 and end == self.num_tokens:
             return self
-        return KeysValues(self.keys[first:end], self.values[first:end])
+        return KeysValues(self.keys[..., first:end, :, :], self.values[..., first:end, :, :])
+
+    def layer(self, number: int) -> KeysValues:
+        """One layer alone, as views."""
+        return self if self.keys.ndim == 3 else KeysValues(self.keys[number], self.values[number])
 
 
-@torch.no_grad()
 def paged_attention(
     query: Tensor,
     lengths: Sequence[int],
     sequences: Sequence[Sequence[KeysValues]],
     *,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Causal attention for a ragged batch: prefills and decodes of several sequences together.
+    """Causal attention for a ragged batch in one layer; for several, make one `Plan`."""
+    return Plan(lengths, sequences, window).attend(query, scale=scale)
 
-    `query` is `[sum(lengths), query_heads, head_size]`: the last `lengths[i]` positions of
-    sequence i, one sequence behind the other; `sequences[i]` are its parts as for `attend`.
-    Returns a new tensor like `query`. Raises ValueError as `attend` does, and where the numbers
-    of sequences or rows disagree.
+
+def attend(
+    query: Tensor,
+    parts: Sequence[KeysValues],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of one sequence in one layer: a `Plan` of its own."""
+    return Plan([query.shape[0]], [parts], window).attend(query, scale=scale)
+
+
+class Plan:
+    """Causal attention for a ragged batch, checked and cut once for all layers of a step.
+
+    Prefills and decodes may be together: `lengths[i]` queries of sequence i, whose parts are
+    `sequences[i]`. The parts, in order, cover positions 0 to n - 1; the queries are positions
+    n - lengths[i] to n - 1, each of which sees all up to itself or, with a window, itself and the
+    window - 1 before it. Parts that nobody sees are not read.
+
+    Raises ValueError where lengths, shapes, dtypes or devices do not fit, and where the parts have
+    fewer tokens than there are queries (such a query would see no key). A plan has views of its
+    parts: drop it with them.
     """
-    if len(lengths) != len(sequences):
-        raise ValueError(f"got {len(lengths)} lengths for {len(sequences)} sequences")
-    if min(lengths, default=0) < 0 or sum(lengths) != query.shape[0]:
-        raise ValueError(f"lengths {list(lengths)} do not add up to {query.shape[0]} query rows")
-    rows = list(lengths)
-    if query.is_cuda:
-        for its_query, parts in zip(query.split(rows), sequences, strict=True):
-            _check_query(its_query, parts)
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        sequences: Sequence[Sequence[KeysValues]],
+        window: int | None = None,
+    ) -> None:
+        if len(lengths) != len(sequences):
+            raise ValueError(f"got {len(lengths)} lengths for {len(sequences)} sequences")
+        if window is not None and window < 1:
+            raise ValueError(f"a window is one token at least, got {window}")
+        for num_queries, parts in zip(lengths, sequences, strict=True):
+            _check_length(num_queries, parts)
+        self._lengths = list(lengths)
+        self._sequences = sequences
+        self._window = window
+        self._like = _checked_alike([part for parts in sequences for part in parts])
+        self._waves = _waves(lengths, sequences, window)
+
+    @torch.no_grad()
+    def attend(self, query: Tensor, layer: int = 0, *, scale: float | None = None) -> Tensor:
+        """Attention in one layer.
+
+        `query` is `[sum(lengths), query_heads, head_size]`, one sequence behind the other, its
+        dtype that of the parts; `query_heads` is a multiple of `kv_heads` (MHA, GQA, MQA).
+        `scale`, positive, is 1 / sqrt(head_size) where None. Returns the output in the shape and
+        dtype of `query`, not necessarily contiguous, without autograd. Results of several parts
+        are merged in float32 (float64 for float64).
+
+        Raises ValueError where the query does not fit; RuntimeError where this torch's kernel is
+        missing or answers wrongly.
+        """
+        self._check_query(query)
         _check_scale(scale)
-        if (together := attention_cuda.attend_pages(query, rows, sequences, scale)) is not None:
-            return together
-    output = torch.empty_like(query)
-    batch = zip(output.split(rows), query.split(rows), sequences, strict=True)
-    for its_output, its_query, parts in batch:
-        its_output.copy_(attend(its_query, parts, scale=scale))
-    return output
+        if query.shape[0] == 0:
+            return torch.empty_like(query)
+        _check_kernel(query.dtype, query.device)
+        if query.is_cuda and self._window is None:
+            sequences = [[part.layer(layer) for part in parts] for parts in self._sequences]
+            together = attention_cuda.attend_pages(query, self._lengths, sequences, scale)
+            if together is not None:
+                return together
+        by_heads = query.transpose(0, 1)
+        first, *others = self._waves
+        merged = _attend_wave(by_heads, first, layer, scale)
+        for wave in others:
+            merged = _merge(merged, _attend_wave(by_heads, wave, layer, scale), wave.rows)
+        return merged.output.transpose(0, 1).to(query.dtype)
+
+    def _check_query(self, query: Tensor) -> None:
+        _check_tensor("query", query, (3,))
+        if query.shape[0] != sum(self._lengths):
+            raise ValueError(
+                f"lengths {self._lengths} do not add up to {query.shape[0]} query rows"
+            )
+        if (keys := self._like) is None:
+            return
+        *_, kv_heads, head_size = keys.shape
+        is_like = (query.dtype, query.device) == (keys.dtype, keys.device)
+        if not is_like or query.shape[1] % kv_heads or query.shape[2] != head_size:
+            raise ValueError(f"query {_describe(query)} does not fit keys {_describe(keys)}")
 
 
-@torch.no_grad()
-def attend(query: Tensor, parts: Sequence[KeysValues], *, scale: float | None = None) -> Tensor:
-    """Causal attention of the last positions of one sequence over all its positions.
+class _Sees(Enum):
+    """Which keys of a piece a row sees. In all but the first there are as many as rows."""
 
-    `query` is `[num_queries, query_heads, head_size]`, its dtype that of the parts; `query_heads`
-    is a multiple of `kv_heads` (MHA, GQA, MQA). `parts`, in order, cover positions 0 to n - 1;
-    the queries are positions n - num_queries to n - 1, each of which sees all up to itself.
-    `scale`, positive, is 1 / sqrt(head_size) where None. Returns the output in the shape and
-    dtype of `query`, not necessarily contiguous, without autograd. Results of several parts are
-    merged in float32 (float64 for float64).
-
-    Raises ValueError where shapes, dtypes, devices or strides do not fit, or where the parts have
-    fewer tokens than there are queries (such a query would see no key); RuntimeError where this
-    torch's kernel is missing or answers wrongly.
-    """
-    _check_query(query, parts)
-    _check_scale(scale)
-    _check_kernel(query.dtype, query.device)
-    if query.shape[0] == 0:
-        return torch.empty_like(query)
-    if query.is_cuda:
-        together = attention_cuda.attend_pages(query, [query.shape[0]], [parts], scale)
-        if together is not None:
-            return together
-    partials = [_attend_piece(query, piece, scale) for piece in _cut(query.shape[0], parts)]
-    return partials[0].output if len(partials) == 1 else _merge(query, partials)
+    ALL = auto()
+    UP_TO_ITS_OWN = auto()
+    FROM_ITS_OWN = auto()
 
 
 class _Piece(NamedTuple):
-    """One call of the kernel: these rows of the query over this part."""
+    """One call of the kernel for each layer: these rows of the batch over these keys.
 
-    part: KeysValues
-    rows: slice
-    is_causal: bool
+    Keys and values are as the kernel wants them, for each layer `[1, kv_heads, tokens, head_size]`.
+    """
+
+    rows: range
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    sees: _Sees
+
+
+class _Wave(NamedTuple):
+    """Pieces that have no row in common, in the order of their rows, which are `rows`."""
+
+    pieces: list[_Piece]
+    rows: slice | Tensor
 
 
 class _Partial(NamedTuple):
-    """A piece's result: output `[rows, heads, head_size]`, log-sum-exp `[rows, heads]`."""
+    """What rows have from some of their keys: output `[heads, rows, head_size]` and log-sum-exp
+    `[heads, rows]`."""
 
-    rows: slice
     output: Tensor
     lse: Tensor
 
 
-def _cut(num_queries: int, parts: Sequence[KeysValues]) -> Iterator[_Piece]:
-    """Cut the causal triangle into unmasked rectangles and causal squares, part by part.
+def _waves(
+    lengths: Sequence[int], sequences: Sequence[Sequence[KeysValues]], window: int | None
+) -> list[_Wave]:
+    """Cut a batch into as many waves as its rows have pieces; the first has all rows."""
+    waves: defaultdict[int, list[_Piece]] = defaultdict(list)
+    start = 0
+    for num_queries, parts in zip(lengths, sequences, strict=True):
+        for number, piece in _cut(start, num_queries, parts, window):
+            waves[number].append(piece)
+        start += num_queries
+    return [_wave(pieces) for _, pieces in sorted(waves.items())]
+
+
+def _wave(pieces: list[_Piece]) -> _Wave:
+    pieces.sort(key=lambda piece: piece.rows.start)
+    rows = [row for piece in pieces for row in piece.rows]
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return _Wave(pieces, slice(rows[0], rows[-1] + 1))
+    return _Wave(pieces, torch.tensor(rows, device=pieces[0].keys[0].device))
+
+
+def _cut(
+    start: int, num_queries: int, parts: Sequence[KeysValues], window: int | None
+) -> Iterator[tuple[int, _Piece]]:
+    """Cut what a sequence sees into rectangles and triangles, each with the number of its wave.
 
     keys:             prefix      part A      part B
     queries in A      rectangle   square
     queries in B      rectangle   rectangle   square
 
-    The kernel's causal mask is right for squares only, and a row that sees no key would come back
-    with a wrong log-sum-exp; no piece has either.
+    Of a square each row sees the keys up to its own. Where a window leaves keys behind, within the
+    queries' reach, they are cut into tiles, and below a tile's rectangle is a square again:
+
+    keys:               tile
+    queries up to       rectangle    they see all of it
+    the next            square       one key less with each row
+
+    No row of a piece sees no key: its log-sum-exp would come back wrong. Squares on the diagonal
+    have every row once and are the first wave.
     """
-    # A lone query sees every key, so all are prefix: decoding needs no square.
-    num_masked = num_queries if num_queries > 1 else 0
-    end = num_masked - sum(part.num_tokens for part in parts)  # counted from the first query
+    num_tokens = sum(part.num_tokens for part in parts)
+    reach = num_tokens if window is None else min(window, num_tokens)
+
+    def piece(part: KeysValues, rows: range, sees: _Sees) -> _Piece:
+        rows = range(start + rows.start, start + rows.stop)
+        return _Piece(rows, _as_heads(part.keys), _as_heads(part.values), sees)
+
+    # Positions are counted from the first query. From the last part backwards: waves are counted
+    # from the diagonal.
+    backwards = reversed(_slices(num_queries, parts, reach))
+    for number, (part, first, end) in enumerate(backwards):
+        # A lone query sees every key, its own too: decoding needs no square.
+        is_own = num_queries > 1 and first >= 0
+        if is_own:
+            yield 0, piece(part, range(first, end), _Sees.UP_TO_ITS_OWN)
+        if seeing_all := range(end if is_own else 0, min(first + reach, num_queries)):
+            yield number, piece(part, seeing_all, _Sees.ALL)
+        if leaving := range(first + reach, min(end - 1 + reach, num_queries)):
+            rest = part.slice(1, part.num_tokens)
+            yield number, piece(rest, leaving, _Sees.FROM_ITS_OWN)
+
+
+def _slices(
+    num_queries: int, parts: Sequence[KeysValues], reach: int
+) -> list[tuple[KeysValues, int, int]]:
+    """The parts, cut where another query begins to see or to leave keys, with their positions."""
+    if num_queries == 0:
+        return []
+    seen, kept = 1 - reach, num_queries - reach  # by any query, by all to the last
+    tiles = range(seen, kept, min(reach, TILE_TOKENS))
+    edges = {*tiles, kept, 0} if num_queries > 1 else {seen}
+    slices = []
+    end = num_queries - sum(part.num_tokens for part in parts)
     for part in parts:
-        first, end = end, end + part.num_tokens
-        split = min(max(-first, 0), part.num_tokens)
-        if split > 0:
-            yield _Piece(part.slice(0, split), slice(0, num_queries), is_causal=False)
-        if split < part.num_tokens:
-            rest = part.slice(split, part.num_tokens)
-            yield _Piece(rest, slice(first + split, end), is_causal=True)
-            if end < num_queries:
-                yield _Piece(rest, slice(end, num_queries), is_causal=False)
+        begin, end = end, end + part.num_tokens
+        inner = {edge for edge in edges if begin < edge < end}
+        for first, stop in pairwise(sorted({begin, end} | inner)):
+            if first >= seen:
+                slices.append((part.slice(first - begin, stop - begin), first, stop))
+    return slices
 
 
-def _attend_piece(query: Tensor, piece: _Piece, scale: float | None) -> _Partial:
-    rows = query[piece.rows].transpose(0, 1)
-    query_heads, num_rows, head_size = rows.shape
+def _as_heads(tensor: Tensor) -> Sequence[Tensor]:
+    layers = tensor if tensor.ndim == 4 else tensor[None]
+    return layers.transpose(1, 2).unsqueeze(1).unbind()
+
+
+def _attend_wave(by_heads: Tensor, wave: _Wave, layer: int, scale: float | None) -> _Partial:
+    partials = [_attend_piece(by_heads, piece, layer, scale) for piece in wave.pieces]
+    outputs, lses = zip(*partials, strict=True)
+    return _Partial(torch.cat(outputs, 1), torch.cat(lses, 1))
+
+
+def _attend_piece(by_heads: Tensor, piece: _Piece, layer: int, scale: float | None) -> _Partial:
+    """Attention of some rows of a query `[heads, rows, head_size]`."""
+    query_heads, _, head_size = by_heads.shape
+    num_rows = len(piece.rows)
+    query = by_heads.narrow(1, piece.rows.start, num_rows)
+    keys, values = piece.keys[layer], piece.values[layer]
     heads = query_heads
-    if not piece.is_causal:
-        kv_heads = piece.part.keys.shape[1]
-        heads = kv_heads if query.is_cuda else _packed_heads(num_rows, query_heads, kv_heads)
-    packed = rows.reshape(1, heads, -1, head_size)
-    output, lse = _flash(packed, piece.part, is_causal=piece.is_causal, scale=scale)
-    output = output.reshape(query_heads, num_rows, head_size).transpose(0, 1)
+    if piece.sees is _Sees.ALL:
+        kv_heads, threads = keys.shape[1], torch.get_num_threads()
+        heads = (
+            kv_heads if query.is_cuda else _packed_heads(num_rows, query_heads, kv_heads, threads)
+        )
+    is_turned = piece.sees is _Sees.FROM_ITS_OWN
+    if is_turned:  # in the opposite order, a row sees the keys up to its own
+        query, keys, values = query.flip(1), keys.flip(2), values.flip(2)
+    packed = query.reshape(1, heads, -1, head_size)
+    output, lse = _flash(packed, keys, values, is_causal=piece.sees is not _Sees.ALL, scale=scale)
     # The kernel's log-sum-exp has strides of its own: reshape, never view.
-    return _Partial(piece.rows, output, lse.reshape(query_heads, num_rows).transpose(0, 1))
+    output, lse = output.reshape(query_heads, num_rows, -1), lse.reshape(query_heads, num_rows)
+    return _Partial(output.flip(1), lse.flip(1)) if is_turned else _Partial(output, lse)
 
 
-def _packed_heads(num_rows: int, query_heads: int, kv_heads: int) -> int:
+@cache
+def _packed_heads(num_rows: int, query_heads: int, kv_heads: int, threads: int) -> int:
     """As how many heads an unmasked call on the CPU best presents its queries.
 
     Without a mask no row differs from another, so query heads that share a KV head can be passed
@@ -185,36 +329,29 @@ def _packed_heads(num_rows: int, query_heads: int, kv_heads: int) -> int:
     def cost(heads: int) -> tuple[int, int, int]:
         rows = query_heads // heads * num_rows
         passes = heads * math.ceil(rows / (256 if rows >= 768 else 64 if rows >= 192 else 32))
-        idle_threads = max(torch.get_num_threads() - passes, 0)
+        idle_threads = max(threads - passes, 0)
         return idle_threads, passes, -heads
 
     ways = range(kv_heads, query_heads + 1, kv_heads)
     return min((heads for heads in ways if query_heads % heads == 0), key=cost)
 
 
-def _merge(query: Tensor, partials: Sequence[_Partial]) -> Tensor:
-    """Weigh each partial by its share of a row's exponentials: a softmax over the partials."""
-    dtype = partials[0].lse.dtype  # float32, or float64 for float64
-    lse = torch.full(
-        (len(partials), *query.shape[:2]), -torch.inf, dtype=dtype, device=query.device
-    )
-    for index, partial in enumerate(partials):
-        lse[index, partial.rows] = partial.lse
-    shares = lse.softmax(dim=0).unsqueeze(-1)
-    output = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    for index, partial in enumerate(partials):
-        output[partial.rows].add_(shares[index, partial.rows] * partial.output)
-    return output.to(query.dtype)
+def _merge(merged: _Partial, partial: _Partial, rows: slice | Tensor) -> _Partial:
+    """Weigh what these rows have and what is new by their shares of the rows' exponentials."""
+    output, lse = merged.output.to(merged.lse.dtype), merged.lse  # float32, or float64 for float64
+    share = (partial.lse - lse[:, rows]).sigmoid_().unsqueeze(-1)
+    output[:, rows] = output[:, rows].lerp(partial.output.to(lse.dtype), share)
+    lse[:, rows] = lse[:, rows].logaddexp(partial.lse)
+    return _Partial(output, lse)
 
 
 def _flash(
-    query: Tensor, part: KeysValues, *, is_causal: bool, scale: float | None
+    query: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The fused kernel: query `[1, heads, rows, head_size]` → output, log-sum-exp."""
-    if part.num_tokens == 0:  # the kernel would divide by zero and kill the process
+    """The fused kernel, all `[1, heads, tokens, head_size]` → output, log-sum-exp."""
+    if keys.shape[2] == 0:  # the kernel would divide by zero and kill the process
         raise ValueError("the kernel was given no keys")
-    assert not is_causal or query.shape[2] == part.num_tokens, "causal pieces are square"
-    keys, values = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (part.keys, part.values))
+    assert not is_causal or query.shape[2] == keys.shape[2], "causal pieces are square"
     if query.is_cuda:
         return attention_cuda.attend_run(query, keys, values, is_causal, scale)
     kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -228,10 +365,9 @@ def _check_kernel(dtype: torch.dtype, device: torch.device) -> None:
     # Two query heads on one KV head, token-major as in an arena; no random numbers are drawn.
     numbers = torch.arange(192, dtype=torch.float64, device=device).sin()
     query, keys, values = numbers.reshape(3, 4, 2, 8)
-    part = KeysValues(keys[:, :1].to(dtype), values[:, :1].to(dtype))
-    packed = query.to(dtype).transpose(0, 1).unsqueeze(0)
+    packed, *part = (t.to(dtype).transpose(0, 1)[None] for t in (query, keys[:, :1], values[:, :1]))
     try:
-        plain, causal = (_flash(packed, part, is_causal=c, scale=None) for c in (False, True))
+        plain, causal = (_flash(packed, *part, is_causal=c, scale=None) for c in (False, True))
     except (AttributeError, RuntimeError, TypeError) as error:
         reason = f"torch {torch.__version__} has no usable flash attention on {device} in {dtype}"
         raise RuntimeError(reason) from error
@@ -245,17 +381,26 @@ def _check_kernel(dtype: torch.dtype, device: torch.device) -> None:
             raise RuntimeError(f"torch {torch.__version__}: flash attention is wrong in {dtype}")
 
 
-def _check_query(query: Tensor, parts: Sequence[KeysValues]) -> None:
-    _check_tensor("query", query)
-    num_queries, query_heads, head_size = query.shape
-    kv_heads = parts[0].keys.shape[1] if parts else 1
-    for keys in (part.keys for part in parts):
-        fits = keys.shape[1:] == (kv_heads, head_size) and query_heads % kv_heads == 0
-        if not fits or keys.dtype != query.dtype or keys.device != query.device:
-            raise ValueError(f"query {_describe(query)} does not fit keys {_describe(keys)}")
+def _check_length(num_queries: int, parts: Sequence[KeysValues]) -> None:
     num_tokens = sum(part.num_tokens for part in parts)
-    if num_tokens < num_queries:
+    if not 0 <= num_queries <= num_tokens:
         raise ValueError(f"{num_queries} queries, but the parts have {num_tokens} tokens")
+
+
+def _checked_alike(parts: Sequence[KeysValues]) -> Tensor | None:
+    """The keys of one part, like which all are; None where there is no part."""
+    if not parts:
+        return None
+    first = parts[0].keys
+    for keys in (part.keys for part in parts):
+        if _but_tokens(keys) != _but_tokens(first):
+            raise ValueError(f"keys {_describe(keys)} do not fit keys {_describe(first)}")
+    return first
+
+
+def _but_tokens(keys: Tensor) -> tuple[object, ...]:
+    """All that the keys of a plan have in common."""
+    return *keys.shape[:-3], *keys.shape[-2:], keys.dtype, keys.device
 
 
 def _check_scale(scale: float | None) -> None:
@@ -264,8 +409,9 @@ def _check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be positive and finite, got {scale}")
 
 
-def _check_tensor(name: str, tensor: Tensor) -> None:
-    is_shaped = tensor.ndim == 3 and 0 not in tensor.shape[1:] and tensor.stride(-1) == 1
+def _check_tensor(name: str, tensor: Tensor, dimensions: tuple[int, ...]) -> None:
+    is_whole = tensor.ndim in dimensions and 0 not in tensor.shape[-2:]
+    is_shaped = is_whole and tensor.stride(-1) == 1
     is_known = tensor.dtype in _DTYPES and tensor.device.type in ("cpu", "cuda")
     if not is_shaped or not is_known:
         wanted = "floats [tokens, heads, head_size] on CPU or GPU with a last stride of 1"
