@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -129,9 +129,8 @@ class Plan:
 
         `query` is `[sum(lengths), query_heads, head_size]`, one sequence behind the other, its
         dtype that of the parts; `query_heads` is a multiple of `kv_heads` (MHA, GQA, MQA).
-        `scale`, positive, is 1 / sqrt(head_size) where None. Returns the output in the shape and
-        dtype of `query`, not necessarily contiguous, without autograd. Results of several parts
-        are merged in float32 (float64 for float64).
+        `scale`, positive, is 1 / sqrt(head_size) where None. Returns a new tensor like `query`,
+        without autograd. Results of several parts are merged in float32 (float64 for float64).
 
         Raises ValueError where the query does not fit; RuntimeError where this torch's kernel is
         missing or answers wrongly.
@@ -146,12 +145,11 @@ class Plan:
             together = attention_cuda.attend_pages(query, self._lengths, sequences, scale)
             if together is not None:
                 return together
-        by_heads = query.transpose(0, 1)
         first, *others = self._waves
-        merged = _attend_wave(by_heads, first, layer, scale)
+        merged = _attend_wave(query, first, layer, scale)
         for wave in others:
-            merged = _merge(merged, _attend_wave(by_heads, wave, layer, scale), wave.rows)
-        return merged.output.transpose(0, 1).to(query.dtype)
+            merged = _merge(merged, _attend_wave(query, wave, layer, scale), wave.rows)
+        return merged.output.to(query.dtype)
 
     def _check_query(self, query: Tensor) -> None:
         _check_tensor("query", query, (3,))
@@ -168,7 +166,11 @@ class Plan:
 
 
 class _Sees(Enum):
-    """Which keys of a piece a row sees. In all but the first there are as many as rows."""
+    """Which keys of a piece a row sees; where not all, there are as many as rows.
+
+    The kernel knows the first two. With rows and keys in the opposite order, the third is the
+    second.
+    """
 
     ALL = auto()
     UP_TO_ITS_OWN = auto()
@@ -186,17 +188,33 @@ class _Piece(NamedTuple):
     values: Sequence[Tensor]
     sees: _Sees
 
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, in the opposite order where the kernel needs it."""
+        keys, values = self.keys[layer], self.values[layer]
+        if self.sees is _Sees.FROM_ITS_OWN:
+            return keys.flip(2), values.flip(2)
+        return keys, values
 
-class _Wave(NamedTuple):
-    """Pieces that have no row in common, in the order of their rows, which are `rows`."""
+
+class _Group(NamedTuple):
+    """Pieces of one kind and of equally many rows, which are `rows`, one piece behind the other."""
 
     pieces: list[_Piece]
     rows: slice | Tensor
 
 
+class _Wave(NamedTuple):
+    """Groups that have no row in common, in the order of their rows, which are `rows`."""
+
+    groups: list[_Group]
+    rows: slice | Tensor
+
+
 class _Partial(NamedTuple):
-    """What rows have from some of their keys: output `[heads, rows, head_size]` and log-sum-exp
-    `[heads, rows]`."""
+    """What rows have from some of their keys.
+
+    The output is `[rows, heads, head_size]`, the log-sum-exp `[rows, heads]`.
+    """
 
     output: Tensor
     lse: Tensor
@@ -217,10 +235,16 @@ def _waves(
 
 def _wave(pieces: list[_Piece]) -> _Wave:
     pieces.sort(key=lambda piece: piece.rows.start)
+    alike = groupby(pieces, key=lambda piece: (piece.sees, len(piece.rows)))
+    groups = [list(group) for _, group in alike]
+    return _Wave([_Group(group, _rows_of(group)) for group in groups], _rows_of(pieces))
+
+
+def _rows_of(pieces: list[_Piece]) -> slice | Tensor:
     rows = [row for piece in pieces for row in piece.rows]
     if rows == list(range(rows[0], rows[-1] + 1)):
-        return _Wave(pieces, slice(rows[0], rows[-1] + 1))
-    return _Wave(pieces, torch.tensor(rows, device=pieces[0].keys[0].device))
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=pieces[0].keys[0].device)
 
 
 def _cut(
@@ -289,32 +313,43 @@ def _as_heads(tensor: Tensor) -> Sequence[Tensor]:
     return layers.transpose(1, 2).unsqueeze(1).unbind()
 
 
-def _attend_wave(by_heads: Tensor, wave: _Wave, layer: int, scale: float | None) -> _Partial:
-    partials = [_attend_piece(by_heads, piece, layer, scale) for piece in wave.pieces]
+def _attend_wave(query: Tensor, wave: _Wave, layer: int, scale: float | None) -> _Partial:
+    partials = [_attend_group(query[group.rows], group, layer, scale) for group in wave.groups]
+    if len(partials) == 1:
+        return partials[0]
     outputs, lses = zip(*partials, strict=True)
-    return _Partial(torch.cat(outputs, 1), torch.cat(lses, 1))
+    return _Partial(torch.cat(outputs), torch.cat(lses))
 
 
-def _attend_piece(by_heads: Tensor, piece: _Piece, layer: int, scale: float | None) -> _Partial:
-    """Attention of some rows of a query `[heads, rows, head_size]`."""
-    query_heads, _, head_size = by_heads.shape
-    num_rows = len(piece.rows)
-    query = by_heads.narrow(1, piece.rows.start, num_rows)
-    keys, values = piece.keys[layer], piece.values[layer]
-    heads = query_heads
-    if piece.sees is _Sees.ALL:
-        kv_heads, threads = keys.shape[1], torch.get_num_threads()
-        heads = (
-            kv_heads if query.is_cuda else _packed_heads(num_rows, query_heads, kv_heads, threads)
-        )
-    is_turned = piece.sees is _Sees.FROM_ITS_OWN
-    if is_turned:  # in the opposite order, a row sees the keys up to its own
-        query, keys, values = query.flip(1), keys.flip(2), values.flip(2)
-    packed = query.reshape(1, heads, -1, head_size)
-    output, lse = _flash(packed, keys, values, is_causal=piece.sees is not _Sees.ALL, scale=scale)
+def _attend_group(query: Tensor, group: _Group, layer: int, scale: float | None) -> _Partial:
+    """Attention of a group's rows, `[rows, heads, head_size]`; its pieces are reshaped together."""
+    pieces, sees = group.pieces, group.pieces[0].sees
+    by_heads = query.unflatten(0, (len(pieces), -1)).transpose(1, 2)
+    if sees is _Sees.FROM_ITS_OWN:
+        by_heads = by_heads.flip(2)
+    heads = _heads_for(by_heads, pieces[0].keys[layer], sees)
+    packed = by_heads.reshape(len(pieces), 1, heads, -1, query.shape[2])
+    results = [
+        _flash(rows, *piece.of(layer), is_causal=sees is not _Sees.ALL, scale=scale)
+        for rows, piece in zip(packed, pieces, strict=True)
+    ]
+    outputs, lses = map(torch.cat, zip(*results, strict=True))
     # The kernel's log-sum-exp has strides of its own: reshape, never view.
-    output, lse = output.reshape(query_heads, num_rows, -1), lse.reshape(query_heads, num_rows)
-    return _Partial(output.flip(1), lse.flip(1)) if is_turned else _Partial(output, lse)
+    output, lse = outputs.reshape(by_heads.shape), lses.reshape(by_heads.shape[:3])
+    if sees is _Sees.FROM_ITS_OWN:
+        output, lse = output.flip(2), lse.flip(2)
+    return _Partial(output.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1))
+
+
+def _heads_for(queries: Tensor, keys: Tensor, sees: _Sees) -> int:
+    """As how many heads queries `[pieces, heads, rows, head_size]` are presented."""
+    _, query_heads, num_rows, _ = queries.shape
+    if sees is not _Sees.ALL:
+        return query_heads
+    kv_heads = keys.shape[1]
+    if queries.is_cuda:
+        return kv_heads
+    return _packed_heads(num_rows, query_heads, kv_heads, torch.get_num_threads())
 
 
 @cache
@@ -339,9 +374,9 @@ def _packed_heads(num_rows: int, query_heads: int, kv_heads: int, threads: int) 
 def _merge(merged: _Partial, partial: _Partial, rows: slice | Tensor) -> _Partial:
     """Weigh what these rows have and what is new by their shares of the rows' exponentials."""
     output, lse = merged.output.to(merged.lse.dtype), merged.lse  # float32, or float64 for float64
-    share = (partial.lse - lse[:, rows]).sigmoid_().unsqueeze(-1)
-    output[:, rows] = output[:, rows].lerp(partial.output.to(lse.dtype), share)
-    lse[:, rows] = lse[:, rows].logaddexp(partial.lse)
+    share = (partial.lse - lse[rows]).sigmoid_().unsqueeze(-1)
+    output[rows] = output[rows].lerp(partial.output.to(lse.dtype), share)
+    lse[rows] = lse[rows].logaddexp(partial.lse)
     return _Partial(output, lse)
 
 
