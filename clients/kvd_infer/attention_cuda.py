@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvd_infer.attention import KeysValues
+    from kvd_infer.cuts import KeysValues
 
 # Query `[1, heads, rows, head_size]`, keys and values likewise, causal or not, scale; gives the
 # output and the log-sum-exp, to base e, `[1, heads, rows]`.

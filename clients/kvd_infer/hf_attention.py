@@ -1,9 +1,9 @@
-"""The attention implementation "kvd": paged for a KvdCache, else transformers' own "sdpa"."""
+"""The attention implementation "kvd": that of a cache which attends itself, else "sdpa"."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -13,21 +13,47 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvd_infer.hf_cache import KvdCache
-
 NAME = "kvd"
 
 # What an attention layer may ask for and `attend` does not do.
-_UNKNOWN_TO_ATTEND = ("softcap", "s_aux", "position_bias", "sliding_window")
+_UNKNOWN_TO_ATTEND = ("softcap", "s_aux", "position_bias")
 
 _NO_MASKS = (
     "a KvdCache takes no padding and no mask of one's own: pass one prompt without padding, and "
     "either no attention_mask or one of ones over cached and new tokens"
 )
 
+
+class Unmasked(int):
+    """The offset of keys that a cache tells in `get_mask_sizes` if it attends itself.
+
+    No mask is made for it: it knows what each query sees. Padding is refused.
+    """
+
+
+class AttendingCache(Protocol):
+    """A cache that attends itself: `update` keeps the new keys and sets `current_cache`."""
+
+    def awaits(self, keys: Tensor) -> bool:
+        """Whether these are the very keys that the last `update` returned."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        **asked: Any,
+    ) -> Tensor:
+        """Attention of the layer whose `update` came last, `[1, tokens, query_heads, head_size]`.
+
+        The query is `[1, query_heads, tokens, head_size]`.
+        """
+
+
 # The cache whose `update` was called last in this thread; the attention function is called next.
 # Up to 5.23 transformers has no other way from the one to the other.
-current_cache: ContextVar[KvdCache | None] = ContextVar("kvd_cache", default=None)
+current_cache: ContextVar[AttendingCache | None] = ContextVar("kvd_cache", default=None)
 
 
 def _attention(
@@ -40,7 +66,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a KvdCache over its pages; every other call is transformers' sdpa.
+    """Attention of a cache that attends itself; every other call is transformers' sdpa.
 
     A call belongs to a cache when it brings the very keys that the cache's update returned, so
     that a forward pass which failed half-way leaves nothing behind for the next.
@@ -57,20 +83,26 @@ def _attention(
 
 
 def _mask(*, attention_mask: Tensor | None = None, kv_offset: Any = 0, **kwargs: Any) -> Any:
-    """The mask of sdpa, which is None for a KvdCache: its new tokens are a causal square.
+    """The mask of sdpa; None for a cache that attends itself, unless the model wants another.
 
-    Padding inside a matched prefix would escape it, so that is looked for here.
+    A mask of the model's own, which it does not allow to be skipped, is refused by the cache.
     """
-    if attention_mask is not None and kv_offset and not attention_mask.all():
-        raise Unsupported(_NO_MASKS)
+    if isinstance(kv_offset, Unmasked) and kwargs.get("allow_is_causal_skip"):
+        if attention_mask is not None and not attention_mask.all():
+            raise Unsupported(_NO_MASKS)
+        return None
     sdpa = AttentionMaskInterface()["sdpa"]
     return sdpa(attention_mask=attention_mask, kv_offset=kv_offset, **kwargs)
 
 
 def check_attention(
-    module: torch.nn.Module, query: Tensor, mask: Tensor | None, asked: dict[str, Any]
+    module: torch.nn.Module,
+    query: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    asked: dict[str, Any],
 ) -> None:
-    """Refuse what `attend` would leave out without a word."""
+    """Refuse what attention within the layer's window would leave out without a word."""
     if mask is not None:
         raise Unsupported(_NO_MASKS)
     if query.requires_grad:
@@ -78,6 +110,8 @@ def check_attention(
     unknown = [name for name in _UNKNOWN_TO_ATTEND if asked.get(name) is not None]
     if unknown or asked.get("dropout"):
         raise Unsupported(f"kvd's attention has no {', '.join(unknown) or 'dropout'}")
+    if (sliding := asked.get("sliding_window")) != window:
+        raise Unsupported(f"a layer asks for a window of {sliding}, its config for {window}")
     if not getattr(module, "is_causal", True):
         raise Unsupported("kvd's attention is causal, and this layer's is not")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvd_client import BadRequest, LeaseEnded, Namespace, Unsupported
-from kvd_infer.attention import KeysValues, attend
-from kvd_infer.hf_attention import NAME, check_attention, current_cache
-from kvd_infer.hf_model import layout_of
+from kvd_infer.attention import KeysValues, Plan
+from kvd_infer.hf_attention import NAME, Unmasked, check_attention, current_cache
+from kvd_infer.hf_model import layout_of, windows_of
 from kvd_infer.rows import Rows
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class KvdCache(Cache):
         parameters = inspect.signature(model.forward).parameters
         self._argument = "cache" if "cache" in parameters else "past_key_values"
         self._layout = layout
+        self._windows = windows_of(model)
         self._rows = Rows(namespace, layout, _only_sequence(input_ids))
         self._pass: _Pass | None = None
         self._takes_candidates = False
@@ -108,8 +110,8 @@ class KvdCache(Cache):
         return self._rows.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """`update` returns the new tokens alone, which need no mask: attend knows the rest."""
-        return query_length, self._rows.length
+        """`update` returns the new tokens alone, which need no mask: a `Plan` knows the rest."""
+        return query_length, Unmasked(self._rows.length)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
@@ -216,7 +218,7 @@ class KvdCache(Cache):
                 f"got tokens {start} to {stop} for a prompt of {known}: make the cache for the "
                 "very input_ids"
             )
-        return _Pass(start, stop, *self._rows.extend(stop))
+        return _Pass(start, stop, *self._rows.extend(stop), self._windows)
 
     def _drop_pass(self) -> None:
         """Let go of every view that a pass under way has."""
@@ -242,20 +244,30 @@ class KvdCache(Cache):
 class _Pass:
     """One forward pass: where the rows of its tokens go, and all rows that it attends to.
 
-    `targets` and `parts` are `[layers, planes, tokens, heads, head_size]`, in the tokens' order.
-    `keys` are those of the layer that is written and has not attended yet.
+    `targets` and `runs` are `[layers, planes, tokens, heads, head_size]`, in the tokens' order;
+    `windows` has one for each layer. `keys` are those of the layer that is written and has not
+    attended yet.
     """
 
-    def __init__(self, start: int, stop: int, targets: list[Tensor], parts: list[Tensor]) -> None:
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        targets: list[Tensor],
+        runs: list[Tensor],
+        windows: Sequence[int | None],
+    ) -> None:
         self.start = start
         self.stop = stop
         self.next_layer = 0
         self.keys: Tensor | None = None
         self._targets = targets
-        self._parts = parts
+        self._windows = windows
+        parts = [KeysValues(run[:, 0], run[:, 1]) for run in runs]
+        self._plans = {window: Plan([stop - start], [parts], window) for window in set(windows)}
 
     def forget(self) -> None:
-        self._targets, self._parts = [], []
+        self._targets, self._plans = [], {}
 
     @torch.no_grad()
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -275,13 +287,12 @@ class _Pass:
         asked: dict[str, Any],
     ) -> Tensor:
         self.keys = None
-        check_attention(module, query, mask, asked)
-        layer = self.next_layer
+        layer, window = self.next_layer, self._windows[self.next_layer]
+        check_attention(module, query, mask, window, asked)
         self.next_layer += 1
         if layer == 0 and (positions := asked.get("position_ids")) is not None:
             self._check_positions(positions)
-        parts = [KeysValues(part[layer, 0], part[layer, 1]) for part in self._parts]
-        output = attend(query[0].transpose(0, 1), parts, scale=scaling)
+        output = self._plans[window].attend(query[0].transpose(0, 1), layer, scale=scaling)
         return output.unsqueeze(0).contiguous()
 
     def _check_positions(self, positions: Tensor) -> None:

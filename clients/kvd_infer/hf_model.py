@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvd_client import Identity, Layout, Unsupported
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Rotary embeddings whose keys depend on how long the prompt is, not on positions alone.
 UNSTABLE_ROPE = ("dynamic", "longrope")
+# Layers that keep KV of every token, and attend to all of them or within a window.
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def identity_of(
@@ -32,6 +36,8 @@ def identity_of(
         "rope": getattr(config, "rope_parameters", None),
         "max_positions": getattr(config, "max_position_embeddings", None),
     }
+    if (window := getattr(config, "sliding_window", None)) is not None:
+        positions["window"] = window
     return Identity(
         model=config.name_or_path or config.model_type,
         revision=revision or _digest(model),
@@ -61,6 +67,12 @@ def layout_of(model: PreTrainedModel, *, block_size: int = 16) -> Layout:
     )
 
 
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """How many tokens a query sees in each layer, its own among them; None: all of them."""
+    _, settings = get_layer_types_and_kwargs(model.config)
+    return [its_settings.get("sliding_window") for its_settings in settings]
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Refuse, with Unsupported, models whose KV kvd cannot hold or would mistake."""
     config = model.config
@@ -70,11 +82,11 @@ def check_model(model: PreTrainedModel) -> None:
             f"{config.model_type}: kvd knows prompts by their token ids alone, so only models "
             "that read nothing else can use it"
         )
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
-    if kinds != {DynamicLayer.__name__}:
+    kinds, _ = get_layer_types_and_kwargs(config)
+    if unknown := set(kinds) - KNOWN_LAYERS:
         raise Unsupported(
-            f"{config.model_type} has layers other than full attention ({', '.join(sorted(kinds))})"
-            ": kvd holds KV of every token in every layer; use transformers' DynamicCache"
+            f"{config.model_type} has layers of {', '.join(sorted(unknown))}: kvd knows attention "
+            "to all tokens or within a sliding window; use transformers' DynamicCache"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *rope.values()):  # one for all layers, or one for each type of layer

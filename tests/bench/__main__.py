@@ -14,7 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from tests.bench.alternatives import alternatives
-from tests.bench.attention import attention_vs_contiguous, attention_vs_gather
+from tests.bench.attention import (
+    attention_step,
+    attention_vs_contiguous,
+    attention_vs_gather,
+)
 from tests.bench.common import BUDGETS, Bench, Part, Row
 from tests.bench.cycles import cycles
 from tests.bench.disk import disk
@@ -42,6 +46,7 @@ PARTS: dict[str, Part] = {
         disk,
         attention_vs_contiguous,
         attention_vs_gather,
+        attention_step,
         median_run_tokens,
         replay,
         index,

@@ -1,4 +1,7 @@
-"""attention_vs_contiguous, attention_vs_gather: attention over a leased prefix where it lies."""
+"""attention_vs_contiguous, attention_vs_gather: attention over a leased prefix where it lies.
+
+attention_step: a step of many short sequences, where calls cost as much as reading.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,11 @@ QUERY_HEADS = 32
 LAYOUT = Layout(num_layers=4, num_kv_heads=8, head_size=128, dtype="bfloat16")
 DTYPES: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
 QUERIES = (1, 16)
+
+# A step: heads and layers of SmolLM2-135M.
+STEP_LAYOUT = Layout(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32")
+STEP_QUERY_HEADS = 9
+STEP_SEQUENCES = 16
 
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -90,6 +98,56 @@ def attention_vs_gather(bench: Bench) -> Iterator[Row]:
         reused,
         f"{ours} index_select of K and V into buffers touched before {then}",
     )
+
+
+def attention_step(bench: Bench) -> Iterator[Row]:
+    """One token of each sequence through all layers, from the plan on, over the bare calls."""
+    import torch
+
+    from kvd_infer.attention import KeysValues, Plan
+
+    runs = _step_runs()
+    query = torch.randn(STEP_SEQUENCES, STEP_QUERY_HEADS, STEP_LAYOUT.head_size)
+    shape = 1, STEP_LAYOUT.num_kv_heads, -1, STEP_LAYOUT.head_size
+    calls = [
+        (one.reshape(shape), *_as_heads(run[layer].unbind()))
+        for layer in range(STEP_LAYOUT.num_layers)
+        for one, its_runs in zip(query, runs, strict=True)
+        for run in its_runs
+    ]
+
+    def ours() -> None:
+        parts = [[KeysValues(run[:, 0], run[:, 1]) for run in its_runs] for its_runs in runs]
+        plan = Plan([1] * STEP_SEQUENCES, parts)
+        for layer in range(STEP_LAYOUT.num_layers):
+            plan.attend(query, layer)
+
+    def bare() -> None:
+        for call in calls:
+            _kernel(*call)
+
+    with one_thread():
+        found = pairs(lambda: timed(ours), lambda: timed(bare), bench.pick(21, 2))
+    yield row(
+        "attention_step",
+        found.ratio,
+        "x",
+        f"aten.{KERNEL} alone, over a Plan made for the step: a token of each of {STEP_SEQUENCES} "
+        f"sequences of 300 to 1000 tokens in 1 to 3 runs, {len(calls)} calls of the kernel in "
+        f"{STEP_LAYOUT.num_layers} layers, one thread; {found}",
+    )
+
+
+def _step_runs() -> list[list[Tensor]]:
+    """The runs of each sequence, in one arena."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(300, 1001, STEP_SEQUENCES)
+    shape = STEP_LAYOUT.num_layers, 2, int(lengths.sum()), STEP_LAYOUT.num_kv_heads
+    arena = torch.randn(*shape, STEP_LAYOUT.head_size)
+    sequences = arena.split(lengths.tolist(), dim=2)
+    return [list(its_rows.tensor_split(int(rng.integers(1, 4)), dim=2)) for its_rows in sequences]
 
 
 def _row(name: str, found: dict[str, Pairs], detail: str) -> Row:

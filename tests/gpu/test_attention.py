@@ -26,10 +26,10 @@ def on_gpu(case: Sample) -> Sample:
     return Sample(arena, case.query.cuda(), tuple(map(moved, case.parts)))
 
 
-def check(case: Sample) -> None:
-    expected = textbook(case.query, case.keys, case.values)
+def check(case: Sample, window: int | None = None) -> None:
+    expected = textbook(case.query, case.keys, case.values, window=window)
     moved = on_gpu(case)
-    actual = attend(moved.query, moved.parts)
+    actual = attend(moved.query, moved.parts, window=window)
     assert actual.device == moved.query.device
     assert actual.dtype == case.query.dtype
     assert close(actual.cpu(), expected)
@@ -49,6 +49,12 @@ def test_every_dtype_agrees_with_the_textbook(
 def test_every_kind_of_head_agrees(query_heads: int, kv_heads: int, num_queries: int) -> None:
     heads = {"query_heads": query_heads, "kv_heads": kv_heads, "head_size": 64}
     check(sample(num_queries, 700, dtype=torch.bfloat16, pages_per_run=16, **heads))
+
+
+@pytest.mark.parametrize("window", [1, 20, 300])
+@pytest.mark.parametrize("num_queries", [1, 40, 700])
+def test_windows_agree(window: int, num_queries: int) -> None:
+    check(sample(num_queries, 700, head_size=64, pages_per_run=16), window)
 
 
 def test_private_memory_behind_pages_agrees() -> None:

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from demo.models import tiny_llama
 from kvd_infer.hf import Generation, KvdCache, generate
 from tests.infer.conftest import plain_logits, tolerance_of
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedModel
+    from transformers import LlamaForCausalLM
 
     from kvd_client import Namespace
 
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
 STEPS = 24
+WINDOW = 8
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW,
+    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None,
+    "attn_implementation": "sdpa",
+}  # fmt: skip
 
 
 def with_kvd(**overrides: Any) -> LlamaForCausalLM:
-    model = tiny_llama(**overrides)
+    return attending(tiny_llama(**overrides))
+
+
+def attending(model: ModelT) -> ModelT:
     model.set_attn_implementation("kvd")
     return model
 
@@ -33,9 +56,29 @@ def tiny_gpt2() -> GPT2LMHeadModel:
         vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=1024, initializer_range=0.2,
         bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
     )  # fmt: skip
+    return _random(GPT2LMHeadModel, config)
+
+
+def tiny_mistral(**overrides: Any) -> MistralForCausalLM:
+    """A random Mistral of two layers with a window."""
+    return _random(MistralForCausalLM, MistralConfig(**_TINY | overrides))
+
+
+def tiny_qwen2(**overrides: Any) -> Qwen2ForCausalLM:
+    """A random Qwen2 whose second layer has a window."""
+    windows = {"use_sliding_window": True, "max_window_layers": 1}
+    return _random(Qwen2ForCausalLM, Qwen2Config(**_TINY | windows | overrides))
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    """A random Qwen3, which norms queries and keys."""
+    return _random(Qwen3ForCausalLM, Qwen3Config(**_TINY, head_dim=32))
+
+
+def _random(kind: Callable[[Any], ModelT], config: Any) -> ModelT:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return GPT2LMHeadModel(config).eval()
+        return kind(config).eval()
 
 
 def prompt(num_tokens: int, seed: int = 0) -> Tensor:

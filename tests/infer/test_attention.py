@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvd_infer import attention
-from kvd_infer.attention import KeysValues, attend, paged_attention
+from kvd_infer.attention import KeysValues, Plan, attend, paged_attention
 
 BLOCK_SIZE = 16
 TOLERANCE = {
@@ -91,9 +91,9 @@ def split(keys: Tensor, values: Tensor, cuts: Sequence[int]) -> list[KeysValues]
     return [KeysValues(keys[first:end], values[first:end]) for first, end in pairwise(edges)]
 
 
-def lower_right(num_queries: int, num_tokens: int) -> Tensor:
-    seen = torch.ones(num_queries, num_tokens, dtype=torch.bool)
-    return seen.tril(num_tokens - num_queries)
+def lower_right(num_queries: int, num_tokens: int, window: int | None = None) -> Tensor:
+    seen = torch.ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)
+    return seen if window is None else seen.triu(num_tokens - num_queries - window + 1)
 
 
 def plain(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -104,13 +104,19 @@ def plain(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return output[0].transpose(0, 1)
 
 
-def textbook(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
+def textbook(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V in float64, KV heads repeated."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys)
     scores = scores * (query.shape[2] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~lower_right(len(query), len(keys)), -torch.inf)
+    scores = scores.masked_fill(~lower_right(len(query), len(keys), window), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
 
@@ -268,6 +274,106 @@ def test_random_sequences_in_random_runs_agree(data: st.DataObject) -> None:
     assert close(actual, textbook(query, keys, values))
 
 
+# Windows
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_random_windows_over_random_runs_agree(data: st.DataObject) -> None:
+    num_tokens = data.draw(st.integers(1, 90), label="num_tokens")
+    num_queries = data.draw(st.integers(1, num_tokens), label="num_queries")
+    window = data.draw(st.integers(1, num_tokens + 5), label="window")
+    cuts = data.draw(st.lists(st.integers(0, num_tokens), max_size=6), label="cuts")
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (1, 8), (2, 3), (3, 1)]), label="heads")
+    query = torch.randn(num_queries, kv_heads * group, 16, dtype=torch.float64)
+    keys, values = torch.randn(2, num_tokens, kv_heads, 16, dtype=torch.float64)
+    actual = attend(query, split(keys, values, cuts), window=window)
+    assert close(actual, textbook(query, keys, values, window=window))
+
+
+@pytest.mark.parametrize("window", [1, 255, 256, 257, 500])
+@pytest.mark.parametrize("num_queries", [1, 2, 300, 700])
+def test_windows_around_the_size_of_a_tile_agree(window: int, num_queries: int) -> None:
+    case = sample(num_queries, 700, pages_per_run=20, dtype=torch.float64)
+    expected = textbook(case.query, case.keys, case.values, window=window)
+    assert close(attend(case.query, case.parts, window=window), expected)
+
+
+@DTYPES
+def test_every_dtype_agrees_within_a_window(dtype: torch.dtype) -> None:
+    case = sample(60, 100, dtype=dtype)
+    expected = textbook(case.query, case.keys, case.values, window=20)
+    assert close(attend(case.query, case.parts, window=20), expected)
+
+
+def test_a_ragged_batch_has_one_window() -> None:
+    cases = [sample(*shape) for shape in ((1, 40), (33, 33), (7, 60), (1, 1), (16, 64))]
+    query, lengths = torch.cat([case.query for case in cases]), [len(case.query) for case in cases]
+    actual = paged_attention(query, lengths, [case.parts for case in cases], window=10)
+    for rows, case in zip(actual.split(lengths), cases, strict=True):
+        assert close(rows, textbook(case.query, case.keys, case.values, window=10))
+
+
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_what_lies_before_every_window_is_not_read(num_queries: int) -> None:
+    query, keys, values = torch.randn(num_queries, 4, 16), *torch.randn(2, 64, 2, 16)
+    expected = textbook(query, keys, values, window=10)
+    for tensor in (keys, values):
+        tensor[: 64 - num_queries - 9] = torch.nan
+    assert close(attend(query, split(keys, values, [16, 32, 48]), window=10), expected)
+
+
+def test_a_lone_query_in_a_window_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = sample(1, 64, pages_per_run=4)
+    expected = textbook(case.query, case.keys, case.values, window=10)
+    monkeypatch.delattr(attention, "_merge")
+    assert close(attend(case.query, case.parts, window=10), expected)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_windows_that_see_nothing_are_refused(window: int) -> None:
+    with pytest.raises(ValueError, match="one token at least"):
+        attend(torch.randn(1, 6, 16), sample(1, 20).parts, window=window)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_one_plan_serves_every_layer(window: int | None) -> None:
+    lengths, num_tokens = [1, 20, 1], [40, 50, 30]
+    runs = [torch.randn(3, 2, count, 2, 16) for count in num_tokens]  # [layers, planes, …]
+    plan = Plan(lengths, [halves(run) for run in runs], window)
+    for layer in range(3):
+        query = torch.randn(22, 6, 16)
+        attended = plan.attend(query, layer).split(lengths)
+        for rows, actual, run in zip(query.split(lengths), attended, runs, strict=True):
+            assert close(actual, textbook(rows, *run[layer], window=window))
+
+
+def halves(run: Tensor) -> list[KeysValues]:
+    return [KeysValues(half[:, 0], half[:, 1]) for half in run.tensor_split(2, dim=2)]
+
+
+def test_a_plan_is_of_its_batch_alone() -> None:
+    case = sample(3, 20)
+    plan = Plan([3], [case.parts])
+    with pytest.raises(ValueError, match=r"\[3\] do not add up to 2"):
+        plan.attend(case.query[:2])
+    with pytest.raises(IndexError):
+        plan.attend(case.query, 1)
+
+
+def test_parts_of_one_layer_and_of_several_do_not_fit() -> None:
+    case = sample(1, 20)
+    several = KeysValues(torch.zeros(2, 20, 2, 16), torch.zeros(2, 20, 2, 16))
+    with pytest.raises(ValueError, match="do not fit"):
+        Plan([1], [[*case.parts, several]])
+
+
+# Rows
+
+
 @pytest.mark.parametrize(
     ("threads", "num_rows", "kv_heads", "packed"),
     [
@@ -282,8 +388,7 @@ def test_random_sequences_in_random_runs_agree(data: st.DataObject) -> None:
 def test_query_heads_are_packed_while_that_saves_reading(
     threads: int, num_rows: int, kv_heads: int, packed: int
 ) -> None:
-    torch.set_num_threads(threads)
-    assert attention._packed_heads(num_rows, 32, kv_heads) == packed
+    assert attention._packed_heads(num_rows, 32, kv_heads, threads) == packed
 
 
 # Memory
@@ -334,20 +439,16 @@ def test_the_kernel_is_given_the_arenas_own_memory(
     num_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = sample(num_queries, 64)
-    given_parts: list[KeysValues] = []
+    memory: set[int] = set()
     flash = attention._flash
 
-    def spy(query: Tensor, part: KeysValues, **options: Any) -> tuple[Tensor, Tensor]:
-        given_parts.append(part)
-        return flash(query, part, **options)
+    def spy(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        memory.update(tensor.untyped_storage().data_ptr() for tensor in (keys, values))
+        return flash(query, keys, values, **options)
 
     monkeypatch.setattr(attention, "_flash", spy)
     attend(case.query, case.parts)
-    storage = case.arena.untyped_storage().data_ptr()
-    seen = {
-        t.untyped_storage().data_ptr() for part in given_parts for t in (part.keys, part.values)
-    }
-    assert seen == {storage}
+    assert memory == {case.arena.untyped_storage().data_ptr()}
 
 
 def test_inputs_are_left_as_they_were() -> None:
@@ -432,12 +533,14 @@ def test_no_queries_give_no_output() -> None:
 EMPTY_KEYS = """
 import torch
 from kvd_infer import attention
-empty = attention.KeysValues(torch.empty(0, 2, 16), torch.empty(0, 2, 16))
+none = torch.empty(0, 2, 16)
+empty = attention.KeysValues(none, none)
+as_heads = none.transpose(0, 1)[None]
 for call in (
     lambda: attention.attend(torch.randn(1, 2, 16), [empty]),
     lambda: attention.attend(torch.randn(3, 2, 16), [empty, empty]),
     lambda: attention.attend(torch.randn(1, 2, 16), []),
-    lambda: attention._flash(torch.randn(1, 2, 1, 16), empty, is_causal=False, scale=None),
+    lambda: attention._flash(as_heads, as_heads, as_heads, is_causal=False, scale=None),
 ):
     try:
         call()
@@ -467,7 +570,7 @@ def test_more_queries_than_tokens_are_refused() -> None:
         pytest.param((8, 2, 16), (8, 4, 16), id="heads"),
         pytest.param((8, 2, 16), (8, 2, 32), id="head size"),
         pytest.param((2, 16), (2, 16), id="two dimensions"),
-        pytest.param((1, 8, 2, 16), (1, 8, 2, 16), id="four dimensions"),
+        pytest.param((1, 1, 8, 2, 16), (1, 1, 8, 2, 16), id="five dimensions"),
         pytest.param((8, 0, 16), (8, 0, 16), id="no heads"),
         pytest.param((8, 2, 0), (8, 2, 0), id="no head size"),
     ],
@@ -527,7 +630,7 @@ def test_a_query_that_does_not_fit_its_keys_is_refused(query: Tensor) -> None:
 )
 def test_parts_that_differ_from_each_other_are_refused(kv_heads: int, dtype: torch.dtype) -> None:
     case, other = sample(1, 20), sample(1, 20, kv_heads=kv_heads, dtype=dtype)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="do not fit"):
         attend(case.query, [*case.parts, *other.parts])
 
 
@@ -542,7 +645,7 @@ def test_scales_that_would_turn_the_kernels_mask_round_are_refused(scale: float)
     [
         ([1], "1 lengths for 2 sequences"),
         ([1, 1], "do not add up to 3"),
-        ([4, -1], "do not add up to 3"),
+        ([4, -1], "-1 queries"),
     ],
 )
 def test_a_batch_whose_numbers_disagree_is_refused(lengths: list[int], message: str) -> None:
@@ -571,10 +674,10 @@ def test_a_kernel_that_answers_wrongly_is_never_used(
     case, flash = sample(1, 20), attention._flash
 
     def wrong(
-        query: Tensor, part: KeysValues, *, is_causal: bool, scale: float | None
+        query: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         is_causal = is_causal and damage != "mask"
-        output, lse = flash(query, part, is_causal=is_causal, scale=scale)
+        output, lse = flash(query, keys, values, is_causal=is_causal, scale=scale)
         worse = {
             "output": (output * 1.1, lse),
             "lse": (output, lse / 2),

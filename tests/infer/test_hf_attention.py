@@ -1,13 +1,15 @@
-"""Without a KvdCache, "kvd" is sdpa."""
+"""Without a cache that attends, "kvd" is sdpa; its windows are those of transformers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from tests.infer.conftest import plain_logits
 from tests.infer.runs import prompt
+from tests.infer.test_attention import lower_right
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -26,3 +28,8 @@ def test_plain_cache_with_a_prefix_is_that_of_sdpa(
     model: LlamaForCausalLM, plain: LlamaForCausalLM
 ) -> None:
     assert plain_logits(model, prompt(40), 16).equal(plain_logits(plain, prompt(40), 16))
+
+
+def test_a_window_is_that_of_transformers() -> None:
+    sees, positions = sliding_window_causal_mask_function(3), torch.arange(9)
+    assert torch.equal(sees(0, 0, positions[:, None], positions[None]), lower_right(9, 9, 3))

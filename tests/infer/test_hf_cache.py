@@ -18,11 +18,13 @@ from tests.infer.runs import (
     STEPS,
     At,
     assert_greedy,
+    attending,
     difference,
     greedy,
     logits_with_kvd,
     num_leases,
     prompt,
+    tiny_qwen2,
     with_kvd,
 )
 
@@ -188,6 +190,14 @@ def test_forward_refuses_gradients(model: LlamaForCausalLM) -> None:
 def test_forward_refuses_more_tokens_than_the_prompt_has(model: LlamaForCausalLM) -> None:
     with KvdCache(None, model, prompt(20)) as cache, torch.no_grad(), pytest.raises(Unsupported):
         model(prompt(21), **cache.as_kwargs())
+
+
+def test_layer_with_another_window_than_its_config_is_noticed() -> None:
+    model = attending(tiny_qwen2())
+    model.model.layers[1].self_attn.sliding_window = None
+    noticed = pytest.raises(Unsupported, match="window of None, its config for 8")
+    with KvdCache(None, model, prompt(20)) as cache, torch.no_grad(), noticed:
+        model(prompt(20), **cache.as_kwargs())
 
 
 def test_attention_that_does_not_go_through_kvd_is_noticed(

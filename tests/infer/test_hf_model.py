@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from demo import models
 from kvd_client import Unsupported
 from kvd_infer.hf import identity_of, layout_of
+from kvd_infer.hf_model import windows_of
+from tests.infer.runs import WINDOW, tiny_mistral, tiny_qwen2
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -52,13 +54,23 @@ def test_adapter_needs_a_name(plain: LlamaForCausalLM) -> None:
     assert identity_of(plain, adapter="lora@1").adapter == "lora@1"
 
 
-def test_layers_that_forget_are_refused() -> None:
-    config = MistralConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, sliding_window=4,
-    )  # fmt: skip
-    with pytest.raises(Unsupported, match="full attention"):
-        layout_of(MistralForCausalLM(config))
+def test_windows_are_told_for_each_layer(plain: LlamaForCausalLM) -> None:
+    assert windows_of(plain) == [None, None]
+    assert windows_of(tiny_mistral()) == [WINDOW, WINDOW]
+    assert windows_of(tiny_qwen2()) == [None, WINDOW]
+
+
+def test_positions_tell_windows_apart() -> None:
+    one, other = (tiny_mistral(sliding_window=window) for window in (8, 9))
+    assert identity_of(one, "r").positions != identity_of(other, "r").positions
+
+
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
+def test_layers_of_other_kinds_are_refused(plain: LlamaForCausalLM, kind: str) -> None:
+    plain.config.layer_types = ["full_attention", kind]
+    plain.config.attention_chunk_size = 8
+    with pytest.raises(Unsupported, match=kind):
+        layout_of(plain)
 
 
 def test_keys_that_depend_on_the_prompt_s_length_are_refused() -> None:
