@@ -110,7 +110,9 @@ class Rows:
         """The rows up to `stop` are written: commit blocks of known ids. Raises LeaseEnded."""
         self._check()
         start, self.length = self.length, stop
-        if start < self.num_known:
+        size = self._layout.block_size
+        # Once for each block: what cannot be committed would be tried again with each token.
+        if start < self.num_known and start // size < stop // size:
             self._commit()
 
     def commit(self, tokens: Tensor) -> None:
@@ -129,7 +131,8 @@ class Rows:
     def fork(self) -> Rows | None:
         """The same rows for another sequence, blocks shared and the rest copied.
 
-        None where they lie in private memory, or there are no pages for the rest.
+        None where they lie in private memory, or there are no pages for the rest. Raises
+        LeaseEnded.
         """
         old = self._lease
         if old is None or self._pages_end:
