@@ -25,7 +25,7 @@ import torch
 
 from kvd_client import BadRequest, KvdError, LeaseEnded, SequenceTaken
 from kvd_infer.sampler import Draw, NextToken, SamplingParams, next_tokens
-from kvd_infer.scheduler import DEFAULT_LIMITS, Limits, Part, Scheduler
+from kvd_infer.scheduler import DEFAULT_LIMITS, GROW_SECONDS, Limits, Part, Scheduler
 from kvd_infer.sequence import Chunk, Request, Sequence
 from kvd_infer.text import TextStream
 
@@ -258,7 +258,7 @@ class Engine:
         """Those that share what the first has computed. Others wait, and match what is cached."""
         forked = []
         for sequence in self._followers.pop(first, ()):
-            if sequence.follow(first):
+            if sequence.follow(first, GROW_SECONDS):
                 self.scheduler.run(sequence)
                 forked.append(sequence)
             else:

@@ -128,17 +128,18 @@ class Rows:
         """The ids of the sequence so far, which begin with those that are known."""
         self._tokens = tokens
 
-    def fork(self) -> Rows | None:
+    def fork(self, seconds: float) -> Rows | None:
         """The same rows for another sequence, blocks shared and the rest copied.
 
-        None where they lie in private memory, or there are no pages for the rest. Raises
+        None where they lie in private memory, or there are no pages for the rest so soon. Raises
         LeaseEnded.
         """
         old = self._lease
         if old is None or self._pages_end:
             return None
         with _going_on():
-            lease = old.fork(reserve_tokens=self.length - self.num_committed)
+            num_tokens = self.length - self.num_committed
+            lease = old.fork(reserve_tokens=num_tokens, timeout=seconds)
             if lease.capacity_tokens >= self.length:
                 lease.copy_rows(old, self.num_committed, self.length)
                 fork = Rows(self._namespace, self._layout, self._tokens, lease)

@@ -118,13 +118,13 @@ class Sequence:
             self.append(token)
         self.rows = Rows(namespace, namespace.layout, self.tokens, lease)
 
-    def follow(self, other: Sequence) -> bool:
+    def follow(self, other: Sequence, seconds: float) -> bool:
         """Share the rows of another sequence of the request, whose prompt is all computed.
 
         Whether that could be; else it takes what is cached, as any.
         """
         with suppress(LeaseEnded):
-            self.rows = other.rows.fork() if other.rows else None
+            self.rows = other.rows.fork(seconds) if other.rows else None
             self.cached_tokens = other.cached_tokens
         return self.rows is not None
 
