@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import msgspec
 import torch
 
 from kvd_client import BadRequest, KvdError, LeaseEnded, SequenceTaken
 from kvd_infer.sampler import Draw, NextToken, SamplingParams, next_tokens
-from kvd_infer.scheduler import DEFAULT_LIMITS, Limits, Part, Scheduler
+from kvd_infer.scheduler import DEFAULT_LIMITS, GROW_SECONDS, Limits, Part, Scheduler
 from kvd_infer.sequence import Chunk, Request, Sequence
 from kvd_infer.text import TextStream
 
@@ -65,7 +65,18 @@ class Saved(msgspec.Struct, frozen=True):
     params: SamplingParams
     priority: int
     num_prompt: int
+    deadline: float  # as time.time() has it: another boot has another monotonic clock
     last: int  # the last token, which has no KV yet
+
+    @classmethod
+    def of(cls, request: Request, last: int) -> Self:
+        deadline = request.deadline - time.monotonic() + time.time()
+        return cls(request.params, request.priority, len(request.tokens), deadline, last)
+
+    def request(self, id: str, tokens: list[int]) -> Request:
+        deadline = self.deadline - time.time() + time.monotonic()
+        prompt = tuple(tokens[: self.num_prompt])
+        return Request(id, prompt, self.params, self.priority, deadline)
 
 
 class Engine:
@@ -116,10 +127,11 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Have a request wait for its turn. Raises BadRequest for one that cannot be."""
+        if request.id in self._requests:
+            raise BadRequest(f"request {request.id} is under way already: give each its own id")
         self._check(request)
-        params = request.params.seeded()
-        request = replace(request, params=params)
-        first, *others = (self._sequence(request, sample) for sample in range(params.n))
+        request = replace(request, params=request.params.seeded())
+        first, *others = (self._sequence(request, sample) for sample in range(request.params.n))
         self._requests[request.id] = [first, *others]
         if others:
             self._followers[first] = others
@@ -129,25 +141,29 @@ class Engine:
         """Go on with a sequence that another engine saved, by its name; what was asked of that.
 
         The first output has all tokens up to the last save. Raises UnknownSequence, BadRequest for
-        what no engine saved, DaemonUnavailable, DeadlineExceeded.
+        what is under way here, no engine saved or this one cannot do, DaemonUnavailable,
+        DeadlineExceeded.
         """
         if self.namespace is None:
             raise BadRequest("an engine without kvd has no saved sequences: give it a client")
+        id, _, sample = name.rpartition("/")
+        if any(each.name == name for each in self._requests.get(id, ())):
+            raise BadRequest(f"{name} is under way here already")
         resumed = self.namespace.resume(name)
+        tokens = resumed.tokens.tolist()
         try:
             saved = msgspec.msgpack.decode(resumed.state, type=Saved)
-        except msgspec.MsgspecError as error:
+            request = saved.request(id, tokens)
+            self._check(request)
+            sequence = self._sequence(request, int(sample))
+        except (BadRequest, msgspec.MsgspecError, ValueError) as error:
             resumed.lease.release()
-            raise BadRequest(f"{name} was not saved by an engine: {error}") from error
-        tokens = resumed.tokens.tolist()
-        prompt, generated = tokens[: saved.num_prompt], [*tokens[saved.num_prompt :], saved.last]
-        id, _, sample = name.rpartition("/")
-        request = Request(id, tuple(prompt), saved.params, saved.priority)
-        sequence = self._sequence(request, int(sample))
+            raise BadRequest(f"{name} cannot be gone on with here: {error}") from error
+        generated = [*tokens[saved.num_prompt :], saved.last]
         sequence.resume(self.namespace, generated, resumed.lease)
         sequence.generation = resumed.generation
         self._requests.setdefault(id, []).append(sequence)
-        self.scheduler.add(sequence)
+        self.scheduler.run(sequence)
         text = sequence.text.feed(generated) if sequence.text else ""
         self._say(sequence, tuple(NextToken(token, None) for token in generated), text)
         return request
@@ -164,8 +180,6 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         prompt, most = request.tokens, len(request.tokens) + request.params.max_tokens
-        if request.id in self._requests:
-            raise BadRequest(f"request {request.id} is under way already: give each its own id")
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.model.vocabulary_size:
             raise BadRequest(
                 f"a prompt has at least one token, and ids below {self.model.vocabulary_size}"
@@ -190,33 +204,36 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute the next tokens of the sequences whose turn it is; what came of all."""
         self._end_late()
-        if parts := self.scheduler.plan():
-            self._sample(*self._compute(parts))
+        self._sample(self._compute(self.scheduler.plan()))
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _end_late(self) -> None:
         now = time.monotonic()
-        for sequence in [each for all in self._requests.values() for each in all]:
-            if sequence.request.deadline <= now:
-                self._end(sequence, "deadline")
+        for sequences in list(self._requests.values()):
+            if sequences[0].request.deadline <= now:
+                for sequence in list(sequences):
+                    self._end(sequence, "deadline")
 
-    def _compute(self, parts: list[Part]) -> tuple[list[Sequence], Tensor]:
-        """Compute these; the sequences that are ready for their next token, and its logits."""
+    def _compute(self, parts: list[Part]) -> list[tuple[Sequence, Tensor]]:
+        """Compute these; the sequences that are ready for their next token, with its logits."""
         begun: list[tuple[Part, Chunk]] = []
         for part in parts:
             with self._void_ends(part.sequence):
                 begun.append((part, part.sequence.chunk(part.num_tokens)))
-        places = [place for place, (part, _) in enumerate(begun) if part.is_last]
-        logits = self.model.forward([chunk for _, chunk in begun], places)
-        ready: list[tuple[Sequence, int]] = []
+        if not begun:
+            return []
+        last = [place for place, (part, _) in enumerate(begun) if part.is_last]
+        logits = self.model.forward([chunk for _, chunk in begun], last)
+        rows = dict(zip(last, logits, strict=True))
+        ready: list[tuple[Sequence, Tensor]] = []
         for place, (part, _) in enumerate(begun):
             with self._void_ends(part.sequence):
                 part.sequence.written(part.num_tokens)
                 self.counts["computed"] += part.num_tokens
-                if place in places:
-                    ready.append((part.sequence, places.index(place)))
-        return [sequence for sequence, _ in ready], logits[[row for _, row in ready]]
+                if place in rows:
+                    ready.append((part.sequence, rows[place]))
+        return ready
 
     @contextmanager
     def _void_ends(self, sequence: Sequence) -> Iterator[None]:
@@ -227,13 +244,9 @@ class Engine:
             logger.warning("reason=computed_again %s: %s", sequence.name, error)
             self.scheduler.preempt(sequence)
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+    def _sample(self, computed: list[tuple[Sequence, Tensor]]) -> None:
         """Choose the next token of each; of those that follow one, too."""
-        ready = [
-            (each, row)
-            for sequence, row in zip(sequences, logits, strict=True)
-            for each in (sequence, *self._forked(sequence))
-        ]
+        ready = [(each, row) for first, row in computed for each in (first, *self._forked(first))]
         if not ready:
             return
         draws = [Draw(each.request.params, each.sample, each.tokens.tolist()) for each, _ in ready]
@@ -245,7 +258,7 @@ class Engine:
         """Those that share what the first has computed. Others wait, and match what is cached."""
         forked = []
         for sequence in self._followers.pop(first, ()):
-            if sequence.follow(first):
+            if sequence.follow(first, GROW_SECONDS):
                 self.scheduler.run(sequence)
                 forked.append(sequence)
             else:
@@ -261,7 +274,7 @@ class Engine:
         self._say(sequence, (token,), text, reason)
         if reason:
             self._finish(sequence)
-        elif self._save_every and len(sequence.generated) % self._save_every == 0:
+        elif self._save_every and sequence.num_generated % self._save_every == 0:
             self._save(sequence)
 
     def _reason(self, sequence: Sequence, token: int) -> Reason | None:
@@ -313,7 +326,7 @@ class Engine:
         if rows is None or lease is None or lease.capacity_tokens < rows.length:
             return
         request, tokens = sequence.request, sequence.tokens.numpy()
-        state = Saved(request.params, request.priority, sequence.num_prompt, int(tokens[-1]))
+        state = Saved.of(request, int(tokens[-1]))
         try:
             sequence.generation = lease.save(
                 sequence.name,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -67,7 +68,7 @@ class Model:
             model = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise BadRequest(f"the model in {path} cannot be loaded: {error}") from error
         return cls(model)
 

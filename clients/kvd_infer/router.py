@@ -17,10 +17,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from kvd_client import KvdError, LimitExceeded
+from kvd_client import BadRequest, LimitExceeded
 from kvd_infer.sequence import Request
 
 if TYPE_CHECKING:
@@ -56,7 +57,12 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(arrived.set)
+
+        self._wake = wake
         try:
             while True:
                 arrived.clear()
@@ -131,7 +137,8 @@ class Router:
         """Have a prompt continued; `deadline` is as time.monotonic() has it.
 
         Waits `timeout` seconds for its turn where too many are under way, then raises
-        LimitExceeded. What is wrong with a request is raised by its stream.
+        LimitExceeded. Raises BadRequest for the id of a request that is under way; what else is
+        wrong with it is raised by its stream.
         """
         request = Request(id or uuid.uuid4().hex, tuple(tokens), params, priority, deadline)
         stream = Stream(self, request, params.n)
@@ -141,7 +148,7 @@ class Router:
                 if self._is_closing or not self._lock.wait(end - time.monotonic()):
                     raise LimitExceeded(self._why_not())
             if request.id in self._streams:
-                raise LimitExceeded(f"request {request.id} is under way already")
+                raise BadRequest(f"request {request.id} is under way already")
             self._streams[request.id] = stream
             self._do(lambda: self._add(stream))
         return stream
@@ -175,12 +182,17 @@ class Router:
         while self._wait():
             try:
                 for output in self._engine.step():
-                    if (stream := self._streams.get(output.request)) is not None:
-                        stream.put(output)
+                    self._put(output.request, output)
             except Exception as error:
                 logger.exception("reason=internal a step failed")
-                self._fail(error)
+                self._engine.close()
+                for output in self._engine.step():  # which says of each that it is over
+                    self._put(output.request, error)
             self._forget()
+
+    def _put(self, id: str, item: Output | Exception) -> None:
+        if (stream := self._streams.get(id)) is not None:
+            stream.put(item)
 
     def _wait(self) -> bool:
         """Do what is to be done, and wait for work; False when all is over."""
@@ -196,15 +208,9 @@ class Router:
     def _add(self, stream: Stream) -> None:
         try:
             self._engine.add(stream.request)
-        except KvdError as error:
+        except Exception as error:
             stream.put(error)
             self._forget()
-
-    def _fail(self, error: Exception) -> None:
-        """Nobody is left waiting for what will not come."""
-        self._engine.close()
-        for stream in self._streams.values():
-            stream.put(error)
 
     def _forget(self) -> None:
         with self._lock:

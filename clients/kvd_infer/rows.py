@@ -110,7 +110,9 @@ class Rows:
         """The rows up to `stop` are written: commit blocks of known ids. Raises LeaseEnded."""
         self._check()
         start, self.length = self.length, stop
-        if start < self.num_known:
+        size = self._layout.block_size
+        # Once for each block: what cannot be committed would be tried again with each token.
+        if start < self.num_known and start // size < stop // size:
             self._commit()
 
     def commit(self, tokens: Tensor) -> None:
@@ -126,16 +128,18 @@ class Rows:
         """The ids of the sequence so far, which begin with those that are known."""
         self._tokens = tokens
 
-    def fork(self) -> Rows | None:
+    def fork(self, seconds: float) -> Rows | None:
         """The same rows for another sequence, blocks shared and the rest copied.
 
-        None where they lie in private memory, or there are no pages for the rest.
+        None where they lie in private memory, or there are no pages for the rest so soon. Raises
+        LeaseEnded.
         """
         old = self._lease
         if old is None or self._pages_end:
             return None
         with _going_on():
-            lease = old.fork(reserve_tokens=self.length - self.num_committed)
+            num_tokens = self.length - self.num_committed
+            lease = old.fork(reserve_tokens=num_tokens, timeout=seconds)
             if lease.capacity_tokens >= self.length:
                 lease.copy_rows(old, self.num_committed, self.length)
                 fork = Rows(self._namespace, self._layout, self._tokens, lease)

@@ -13,7 +13,7 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd_client import LeaseEnded
+from kvd_client import BadRequest, LeaseEnded
 
 if TYPE_CHECKING:
     from kvd_client import Layout, Namespace
@@ -36,6 +36,10 @@ class Limits:
     step_tokens: int = 512
     sequences: int = 32
     private_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if min(self.step_tokens, self.sequences) < 1:
+            raise BadRequest("limits are at least one token a step, and one sequence")
 
 
 DEFAULT_LIMITS = Limits()
@@ -70,8 +74,12 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def run(self, sequence: Sequence) -> None:
-        """Have a sequence run that has its rows already."""
-        insort(self.running, sequence, key=_order)
+        """Have a sequence run that has its rows already; without a place it waits, without them."""
+        if len(self.running) < self._limits.sequences:
+            insort(self.running, sequence, key=_order)
+        else:
+            sequence.release()
+            self.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It is over, wherever it was; its pages are given back."""

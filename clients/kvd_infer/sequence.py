@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvd_client import LeaseEnded
 from kvd_infer.rows import Rows
 
 if TYPE_CHECKING:
@@ -85,8 +87,8 @@ class Sequence:
         return self._ids[: self.num_tokens]
 
     @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.num_prompt :].tolist()
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt
 
     @property
     def most_tokens(self) -> int:
@@ -116,13 +118,14 @@ class Sequence:
             self.append(token)
         self.rows = Rows(namespace, namespace.layout, self.tokens, lease)
 
-    def follow(self, other: Sequence) -> bool:
+    def follow(self, other: Sequence, seconds: float) -> bool:
         """Share the rows of another sequence of the request, whose prompt is all computed.
 
         Whether that could be; else it takes what is cached, as any.
         """
-        self.rows = other.rows.fork() if other.rows else None
-        self.cached_tokens = other.cached_tokens
+        with suppress(LeaseEnded):
+            self.rows = other.rows.fork(seconds) if other.rows else None
+            self.cached_tokens = other.cached_tokens
         return self.rows is not None
 
     def reserve(self, num_tokens: int, seconds: float) -> bool:
@@ -150,5 +153,6 @@ class Sequence:
     def release(self) -> None:
         """Give its pages back; what is committed stays cached, as long as there is room."""
         if self.rows is not None:
-            self.rows.close()
+            # The traceback of a step that failed may hold views of them.
+            self.rows.close(Exception)
             self.rows = None

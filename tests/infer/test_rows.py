@@ -13,7 +13,7 @@ from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, Identity, Layout, LeaseEnded, Namespace
 from kvd_infer.rows import Rows
 from tests.e2e.support import capacity_of
-from tests.infer.conftest import attached
+from tests.infer.conftest import PATIENCE_SECONDS, attached
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
@@ -219,3 +219,120 @@ def test_commit_wants_all_ids_and_the_same_ones(namespace: Namespace) -> None:
         rows.commit(TOKENS[:49])
     with pytest.raises(BadRequest, match="begin with"):
         rows.commit(TOKENS + 1)
+
+
+# --- what an engine asks for ---
+
+
+@pytest.fixture
+def small() -> Iterator[Namespace]:
+    """A namespace of a daemon with 32 pages."""
+    settings = {
+        "tiers": [{"type": "host", "capacity_bytes": capacity_of(32, LAYOUT)}],
+        "limits": {"session_reserved_fraction": 1.0},
+        "cache": {"high_watermark": 1.0, "low_watermark": 1.0},
+    }
+    with running_daemon(settings) as daemon, attached(daemon) as client:
+        yield client.open(NUMBERS, LAYOUT)
+
+
+def test_reserve_says_whether_there_are_pages(small: Namespace) -> None:
+    rows = Rows(small, LAYOUT, TOKENS)
+    assert rows.reserve(100, PATIENCE_SECONDS)
+    with small.match([], reserve_tokens=16 * 16) as others:
+        assert others.shortage is None
+        assert not rows.reserve(20 * 16, 0.05)
+    assert rows.reserve(20 * 16, PATIENCE_SECONDS)
+
+
+def test_refused_reserve_ends_no_pages(small: Namespace) -> None:
+    """Only rows that had to be written elsewhere do: then none behind them gets a page."""
+    rows = Rows(small, LAYOUT, TOKENS)
+    assert not rows.reserve(33 * 16, 0.05)
+    write(rows, TOKENS)
+    assert rows.num_committed == 48
+
+
+@pytest.mark.parametrize("namespace_", [None, "away"])
+def test_without_a_daemon_nothing_need_be_reserved(
+    daemon: RunningDaemon, namespace_: str | None
+) -> None:
+    with attached(daemon) as client:
+        rows = Rows(client.open(NUMBERS, LAYOUT) if namespace_ else None, LAYOUT, TOKENS)
+        daemon.kill()
+        assert rows.reserve(10_000, PATIENCE_SECONDS)
+        write(rows, TOKENS)
+        assert read(rows) == TOKENS.tolist()
+
+
+def test_ids_that_are_learned_are_committed_as_they_are_written(namespace: Namespace) -> None:
+    rows = Rows(namespace, LAYOUT, TOKENS[:20])
+    for num_tokens in range(20, 51):
+        rows.learn(TOKENS[:num_tokens])
+        write(rows, TOKENS[:num_tokens])
+        assert rows.num_committed == num_tokens // 16 * 16
+    assert read(Rows(namespace, LAYOUT, TOKENS)) == TOKENS[:48].tolist()
+
+
+def test_block_that_cannot_be_committed_is_not_tried_with_each_token(
+    daemon: RunningDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attached(daemon) as client:
+        rows = Rows(client.open(NUMBERS, LAYOUT), LAYOUT, TOKENS)
+        assert rows.reserve(50, PATIENCE_SECONDS)
+        daemon.kill()
+        for num_tokens in range(1, 51):
+            write(rows, TOKENS[:num_tokens])
+    assert caplog.text.count("going on without kvd") == 3
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+def test_fork_goes_on_differently(namespace: Namespace, length: int) -> None:
+    tokens, other = TOKENS[: length + 1], changed(length)
+    rows = Rows(namespace, LAYOUT, tokens)
+    write(rows, tokens[:length])
+    fork = rows.fork(PATIENCE_SECONDS)
+    assert fork is not None
+    assert (pages(fork)[: length // 16], fork.length) == (pages(rows)[: length // 16], length)
+    fork.learn(other)
+    write(fork, other)
+    rows.learn(TOKENS)
+    write(rows, TOKENS)
+    assert (read(fork), read(rows)) == (other.tolist(), TOKENS.tolist())
+
+
+def test_private_memory_is_not_forked() -> None:
+    assert written(None).fork(PATIENCE_SECONDS) is None
+
+
+def test_rows_that_end_in_private_memory_are_not_forked(
+    small: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.05)
+    tokens = torch.arange(300)
+    rows = Rows(small, LAYOUT, tokens)
+    write(rows, tokens[:50])
+    with small.match([], reserve_tokens=16 * 16):
+        write(rows, tokens)
+    assert rows.num_committed == len(pages(rows)) * 16 == 256
+    assert rows.fork(PATIENCE_SECONDS) is None
+    assert read(rows) == tokens.tolist()
+
+
+def test_fork_without_pages_for_the_rest_is_none(small: Namespace) -> None:
+    rows = written(small)
+    num_pages = 32 - len(pages(rows))
+    with small.match([], reserve_tokens=num_pages * 16) as others:
+        assert others.shortage is None
+        assert rows.fork(0.05) is None
+    assert read(rows) == TOKENS.tolist()
+
+
+def test_rows_have_what_a_lease_has(namespace: Namespace) -> None:
+    rows = written(namespace)
+    assert rows.lease is not None
+    rows.lease.save("one", TOKENS.numpy())
+    resumed = namespace.resume("one")
+    again = Rows(namespace, LAYOUT, TOKENS, resumed.lease)
+    assert (again.length, again.num_committed) == (50, 48)
+    assert read(again) == TOKENS.tolist()

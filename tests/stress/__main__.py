@@ -14,8 +14,11 @@ import msgspec
 from tests.stress.clients import clients
 from tests.stress.common import Part, Stress
 from tests.stress.crash import crash, crash_without_memory
+from tests.stress.infer import infer
 
-PARTS: dict[str, Part] = {part.__name__: part for part in (clients, crash, crash_without_memory)}
+PARTS: dict[str, Part] = {
+    part.__name__: part for part in (clients, crash, crash_without_memory, infer)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.stress.common import Stress
 
 ROOT = Path(__file__).parents[2]
+WORKER = "tests.stress.crash_worker"
 # Far more than is asked for: eviction is no excuse.
 CAPACITY_BYTES = 2 << 30
 HOST = {"type": "host", "capacity_bytes": CAPACITY_BYTES}
@@ -84,9 +85,10 @@ def _crashing(stress: Stress, *tiers: Mapping[str, Any]) -> Iterator[Crashes]:
 class Worker:
     """A process that computes; what it says is put where all are heard, an empty line last."""
 
-    def __init__(self, endpoint: str, *numbers: int, heard: Queue[Heard]) -> None:
+    def __init__(self, module: str, endpoint: str, *numbers: int, heard: Queue[Heard]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.stress.crash_worker", endpoint, *map(str, numbers)],
+            [sys.executable, "-m", module, endpoint, *map(str, numbers)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -101,10 +103,20 @@ class Worker:
                 heard.put((self, line.rstrip()))
         heard.put((self, ""))
 
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def tell_no_more(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def end(self) -> None:
         """End it, as it stands; all that it said was put."""
         self.process.terminate()
         self.process.wait()
+        self.tell_no_more()
         self._thread.join()
 
 
@@ -126,7 +138,7 @@ class Crashes:
         self.heard: Queue[Heard] = Queue()
         count = stress.pick(4, 2)
         self.workers = [
-            Worker(daemon.endpoint, stress.seed, number, count, heard=self.heard)
+            Worker(WORKER, daemon.endpoint, stress.seed, number, count, heard=self.heard)
             for number in range(count)
         ]
 

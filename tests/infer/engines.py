@@ -1,0 +1,125 @@
+"""Engines of tiny models, and what compares them with a model alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from demo.models import tiny_llama
+from kvd_infer.hf_model import layout_of
+from kvd_infer.model import Model
+from kvd_infer.sampler import SamplingParams
+from kvd_infer.sequence import Request
+from tests.e2e.support import SESSIONS, capacity_of, eventually
+from tests.infer.conftest import plain_logits, tolerance_of
+from tests.infer.runs import num_leases, prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvd_client import Namespace
+    from kvd_infer.engine import Engine, Output, Reason
+
+STEPS = 24
+BLOCK = 16
+
+# A random model without kvd; `model_of` makes the same with it.
+reference = cache(tiny_llama)
+
+
+def model_of(revision: str) -> Model:
+    return Model(tiny_llama(), revision)
+
+
+def pool(num_pages: int) -> dict[str, Any]:
+    """The configuration of a daemon that has so many pages for these models, and no disk."""
+    capacity_bytes = capacity_of(num_pages, layout_of(reference()))
+    return {
+        "tiers": [{"type": "host", "capacity_bytes": capacity_bytes}],
+        "sessions": SESSIONS,
+        "limits": {"session_reserved_fraction": 1.0},
+        "cache": {"high_watermark": 1.0, "low_watermark": 1.0, "back_ahead_bytes": "1MiB"},
+    }
+
+
+def ids(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(prompt(num_tokens, seed)[0].tolist())
+
+
+def greedy(id: str, tokens: tuple[int, ...], max_tokens: int = STEPS, **fields: Any) -> Request:
+    return Request(id, tokens, SamplingParams(max_tokens=max_tokens, temperature=0), **fields)
+
+
+class Heard:
+    """What engines said of each sequence, by its name."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.reasons: dict[str, Reason] = {}
+        self.cached: dict[str, int] = {}
+
+    def take(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            name = f"{output.request}/{output.sample}"
+            assert name not in self.reasons, "nothing comes behind the end"
+            self.tokens[name] += [token.id for token in output.tokens]
+            self.cached[name] = output.cached_tokens
+            if output.reason:
+                self.reasons[name] = output.reason
+
+
+def run(engine: Engine, *requests: Request) -> Heard:
+    """Add these, and go on to the end of all."""
+    heard = Heard()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        heard.take(engine.step())
+    return heard
+
+
+def assert_as_alone(heard: Heard, *requests: Request, plain: PreTrainedModel | None = None) -> None:
+    """Each request has what `generate` makes of it alone; near-ties are judged token by token."""
+    plain = plain or reference()
+    for request in requests:
+        tokens, num_tokens = heard.tokens[f"{request.id}/0"], request.params.max_tokens
+        if tokens != alone(plain, request.tokens, num_tokens):
+            assert len(tokens) == num_tokens
+            assert_best(plain, request.tokens, tokens)
+
+
+@cache
+def alone(plain: PreTrainedModel, tokens: tuple[int, ...], num_tokens: int) -> list[int]:
+    """What `generate` makes of a prompt."""
+    prompt = torch.tensor([tokens])
+    output = plain.generate(  # type: ignore[operator]
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+    )
+    generated: list[int] = output[0, len(tokens) :].tolist()
+    return generated
+
+
+def assert_best(plain: PreTrainedModel, tokens: tuple[int, ...], generated: list[int]) -> None:
+    """Each token is the best one, by a model without kvd, after those before it."""
+    sequence = torch.tensor([[*tokens, *generated]])
+    judged = plain_logits(plain, sequence)[0, len(tokens) - 1 : -1]
+    chosen = judged.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    assert float((judged.max(1).values - chosen).max()) <= tolerance_of(plain, sequence)
+
+
+def assert_all_given_back(namespace: Namespace) -> None:
+    """The engines are idle: no lease is left, and no page is but free or committed."""
+    assert num_leases(namespace) == 0
+    eventually(lambda: set(_used(namespace)) <= {"committed", "free", "unbacked"})
+
+
+def _used(namespace: Namespace) -> list[str]:
+    tier, *_ = namespace.client.status().tiers
+    return [state for state, num_pages in tier.pages.items() if num_pages]

@@ -1,0 +1,436 @@
+"""Engine: each request ends as it would alone, whatever runs beside it and whoever dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from kvd.testing.daemons import running_daemon
+from kvd_client import BadRequest, UnknownSequence
+from kvd_infer.engine import Engine
+from kvd_infer.sampler import SamplingParams
+from kvd_infer.scheduler import Limits
+from kvd_infer.sequence import Request
+from tests.infer.conftest import attached
+from tests.infer.engines import (
+    BLOCK,
+    STEPS,
+    Heard,
+    alone,
+    assert_all_given_back,
+    assert_as_alone,
+    greedy,
+    ids,
+    model_of,
+    pool,
+    reference,
+    run,
+)
+from tests.infer.runs import At
+
+if TYPE_CHECKING:
+    from kvd.testing.daemons import RunningDaemon
+    from kvd_client import Client
+    from kvd_infer.model import Model
+
+RAGGED = (1, 2, 15, 16, 17, 33, 100)
+
+
+@pytest.fixture
+def model(one_thread: None, salt: str) -> Model:
+    """Its revision gives it a namespace of the test's own."""
+    return model_of(salt)
+
+
+@pytest.fixture
+def client(shared_daemon: RunningDaemon) -> Iterator[Client]:
+    with attached(shared_daemon) as client:
+        yield client
+
+
+@pytest.fixture
+def small(one_thread: None) -> Iterator[Client]:
+    """A client of a daemon with 32 pages."""
+    with running_daemon(pool(32)) as daemon, attached(daemon) as client:
+        yield client
+
+
+def drawn(id: str, tokens: tuple[int, ...], n: int = 1) -> Request:
+    return Request(id, tokens, SamplingParams(max_tokens=STEPS, seed=7, n=n))
+
+
+# --- as each alone ---
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 16, 512])
+@pytest.mark.parametrize("has_kvd", [True, False])
+def test_ragged_batch_is_as_each_alone(
+    model: Model, client: Client, step_tokens: int, has_kvd: bool
+) -> None:
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    engine = Engine(model, client if has_kvd else None, limits=Limits(step_tokens))
+    assert_as_alone(run(engine, *requests), *requests)
+
+
+def test_request_that_comes_on_the_way_is_as_alone(model: Model, client: Client) -> None:
+    first, second = greedy("first", ids(40)), greedy("second", ids(50))
+    engine, heard = Engine(model, client), Heard()
+    engine.add(first)
+    for _ in range(5):
+        heard.take(engine.step())
+    engine.add(second)
+    while engine.has_work:
+        heard.take(engine.step())
+    assert_as_alone(heard, first, second)
+
+
+def test_warm_engine_computes_the_last_token_alone(model: Model, client: Client) -> None:
+    request = greedy("one", ids(100))
+    run(Engine(model, client), request)
+    engine = Engine(model, client)
+    heard = run(engine, request)
+    assert_as_alone(heard, request)
+    assert heard.cached["one/0"] == 99
+    assert engine.counts["computed"] == 1 + STEPS - 1
+
+
+def test_generated_blocks_are_cached_too(model: Model, client: Client) -> None:
+    request = greedy("one", ids(30))
+    generated = run(Engine(model, client), request).tokens["one/0"]
+    heard = run(Engine(model, client), greedy("two", ids(30) + tuple(generated)))
+    assert heard.cached["two/0"] == (30 + STEPS) // BLOCK * BLOCK
+
+
+def test_shared_prefix_of_requests_that_come_together_is_computed_once(
+    model: Model, client: Client
+) -> None:
+    shared = ids(10 * BLOCK)
+    requests = [greedy(str(num), shared + ids(5, num), 1) for num in range(4)]
+    engine = Engine(model, client, limits=Limits(step_tokens=64))
+    assert_as_alone(run(engine, *requests), *requests)
+    assert engine.counts["computed"] == 10 * BLOCK + 4 * 5
+
+
+def test_equal_seeds_draw_equal_tokens_whatever_the_batch(model: Model, client: Client) -> None:
+    one = run(Engine(model, client), drawn("one", ids(40))).tokens["one/0"]
+    crowd = [greedy(str(num), ids(num)) for num in RAGGED]
+    engine = Engine(model, limits=Limits(step_tokens=16))
+    assert run(engine, *crowd, drawn("one", ids(40))).tokens["one/0"] == one
+
+
+def test_end_of_text_ends_a_sequence(model: Model, client: Client) -> None:
+    fifth = alone(reference(), ids(40), STEPS)[4]
+    params = SamplingParams(max_tokens=STEPS, temperature=0, stop_token_ids=(fifth,))
+    heard = run(Engine(model, client), Request("one", ids(40), params))
+    expected = alone(reference(), ids(40), STEPS)
+    assert heard.tokens["one/0"] == expected[: expected.index(fifth) + 1]
+    assert heard.reasons["one/0"] == "stop"
+
+
+# --- several samples ---
+
+
+def test_samples_are_as_each_without_kvd(model: Model, client: Client) -> None:
+    """A sample is drawn by seed and number alone, so that rows shared wrongly would show."""
+    engine = Engine(model, client)
+    forked = run(engine, drawn("one", ids(40), n=4))
+    assert engine.counts["computed"] == 40 + 4 * (STEPS - 1)
+    assert forked.tokens == run(Engine(model), drawn("one", ids(40), n=4)).tokens
+    assert len({tuple(tokens) for tokens in forked.tokens.values()}) == 4
+
+
+def test_samples_without_a_place_wait_for_one(model: Model, client: Client) -> None:
+    engine = Engine(model, client, limits=Limits(sequences=2))
+    engine.add(drawn("one", ids(40), n=5))
+    heard = Heard()
+    while engine.has_work:
+        heard.take(engine.step())
+        assert len(engine.scheduler.running) <= 2
+    assert heard.tokens == run(Engine(model), drawn("one", ids(40), n=5)).tokens
+
+
+def test_samples_of_which_the_first_is_over_at_once(model: Model, client: Client) -> None:
+    params = SamplingParams(max_tokens=1, seed=7, n=3)
+    heard = run(Engine(model, client), Request("one", ids(40), params))
+    assert set(heard.reasons.values()) == {"length"}
+    assert [len(tokens) for tokens in heard.tokens.values()] == [1, 1, 1]
+
+
+# --- what ends before its time ---
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 10])
+def test_cancelled_request_leaves_the_others_as_they_were(
+    model: Model, client: Client, num_steps: int
+) -> None:
+    other = greedy("other", ids(60))
+    engine, heard = Engine(model, client, limits=Limits(step_tokens=32)), Heard()
+    engine.add(drawn("one", ids(50), n=2))
+    engine.add(other)
+    for _ in range(num_steps):
+        heard.take(engine.step())
+    engine.cancel("one")
+    while engine.has_work:
+        heard.take(engine.step())
+    assert_as_alone(heard, other)
+    assert heard.reasons == {"one/0": "cancelled", "one/1": "cancelled", "other/0": "length"}
+    assert_all_given_back(engine.namespace)
+
+
+def test_cancel_of_what_is_over_does_nothing(model: Model) -> None:
+    engine = Engine(model)
+    run(engine, greedy("one", ids(5)))
+    engine.cancel("one")
+    assert not engine.has_work
+
+
+def test_request_ends_at_its_deadline(
+    model: Model, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, heard = Engine(model, client), Heard()
+    engine.add(greedy("one", ids(40), deadline=time.monotonic() + 1000))
+    heard.take(engine.step())
+    now = time.monotonic()
+    monkeypatch.setattr("kvd_infer.engine.time.monotonic", lambda: now + 1001)
+    heard.take(engine.step())
+    assert heard.reasons == {"one/0": "deadline"}
+    assert not engine.has_work
+
+
+def test_close_ends_all(model: Model, client: Client) -> None:
+    engine = Engine(model, client)
+    for num in RAGGED:
+        engine.add(greedy(str(num), ids(num)))
+    engine.step()
+    engine.close()
+    assert {output.reason for output in engine.step()} == {"cancelled"}
+    assert_all_given_back(engine.namespace)
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        (greedy("one", ()), "at least one token"),
+        (greedy("one", (256,)), "below 256"),
+        (greedy("one", (-1,)), "below 256"),
+        (greedy("one", ids(2040)), "2048 of the model"),
+        (Request("one", (1,), SamplingParams(max_tokens=1, stop=("x",))), "tokenizer"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: Model, request_: Request, match: str) -> None:
+    engine = Engine(model)
+    with pytest.raises(BadRequest, match=match):
+        engine.add(request_)
+    assert not engine.has_work
+
+
+def test_second_request_of_one_id_is_refused(model: Model) -> None:
+    engine = Engine(model)
+    engine.add(greedy("one", ids(5)))
+    with pytest.raises(BadRequest, match="under way"):
+        engine.add(greedy("one", ids(6)))
+
+
+def test_request_may_fill_the_model(model: Model, client: Client) -> None:
+    request = greedy("one", ids(2048 - 4), 4)
+    assert_as_alone(run(Engine(model, client), request), request)
+
+
+def test_limits_of_nothing_are_refused() -> None:
+    with pytest.raises(BadRequest, match="at least one"):
+        Limits(step_tokens=0)
+
+
+# --- pages run short ---
+
+
+def test_pool_too_small_for_all_changes_nothing(model: Model, small: Client) -> None:
+    requests = [greedy(str(num), ids(220, num), 60) for num in range(4)]
+    engine = Engine(model, small)
+    assert_as_alone(run(engine, *requests), *requests)
+    assert engine.scheduler.num_preempted > 0
+    assert_all_given_back(engine.namespace)
+
+
+def test_sequence_alone_goes_on_without_pages(
+    model: Model, small: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.05)
+    request = greedy("one", ids(500), 60)
+    engine = Engine(model, small)
+    assert_as_alone(run(engine, request), request)
+    assert run(engine, request).cached["one/0"] < 500
+    assert_all_given_back(engine.namespace)
+
+
+def test_what_is_urgent_comes_first(model: Model, client: Client) -> None:
+    engine, order = Engine(model, client, limits=Limits(sequences=1)), []
+    for number, priority in enumerate((0, 5, 1, 5)):
+        engine.add(greedy(str(number), ids(20, number), 2, priority=priority))
+    while engine.has_work:
+        order += [output.request for output in engine.step() if output.reason]
+    assert order == ["1", "3", "2", "0"]
+
+
+def test_pages_are_taken_from_who_matters_least(model: Model, small: Client) -> None:
+    engine = Engine(model, small)
+    requests = [
+        greedy(str(num), ids(220, num), 60, priority=priority)
+        for num, priority in enumerate((0, 2, 1))
+    ]
+    ended = []
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        ended += [output.request for output in engine.step() if output.reason]
+    assert ended == ["1", "2", "0"]
+
+
+# --- the daemon goes ---
+
+
+def at_layer(model: Model, nth: int, do: Callable[[], object]) -> At:
+    """Do something in the middle of the n-th step, when half of its rows are written."""
+    return At(model._model, 0, nth, do)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 9])
+def test_daemon_restarted_in_a_step_changes_nothing(
+    model: Model, daemon: RunningDaemon, nth: int
+) -> None:
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    with attached(daemon) as client:
+        hook = at_layer(model, nth, daemon.restart)
+        engine = Engine(model, client, limits=Limits(step_tokens=64))
+        assert_as_alone(run(engine, *requests), *requests)
+        hook.close()
+        assert_all_given_back(engine.namespace)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 9])
+def test_daemon_killed_in_a_step_changes_nothing(
+    model: Model, daemon: RunningDaemon, nth: int
+) -> None:
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    with attached(daemon) as client:
+        hook = at_layer(model, nth, daemon.kill)
+        engine = Engine(model, client, limits=Limits(step_tokens=64))
+        assert_as_alone(run(engine, *requests), *requests)
+        hook.close()
+
+
+def test_daemon_restarted_between_two_steps_changes_nothing(
+    model: Model, daemon: RunningDaemon
+) -> None:
+    """All that the scheduler planned is void before anything of it is computed."""
+    request = drawn("one", ids(40), n=2)
+    with attached(daemon) as client:
+        engine, heard = Engine(model, client), Heard()
+        engine.add(request)
+        for _ in range(3):
+            heard.take(engine.step())
+            daemon.restart()
+        while engine.has_work:
+            heard.take(engine.step())
+    assert heard.tokens == run(Engine(model), request).tokens
+
+
+def test_daemon_restarted_before_a_fork_changes_nothing(
+    model: Model, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = drawn("one", ids(40), n=3)
+    with attached(daemon) as client:
+        engine = Engine(model, client)
+        forked = engine._forked
+
+        def restart_before(first: object) -> object:
+            daemon.restart()
+            monkeypatch.setattr(engine, "_forked", forked)
+            return forked(first)
+
+        monkeypatch.setattr(engine, "_forked", restart_before)
+        heard = run(engine, request)
+    assert heard.tokens == run(Engine(model), request).tokens
+
+
+# --- saved and resumed ---
+
+
+def saving(model: Model, client: Client, request: Request, num_steps: int) -> Engine:
+    """An engine that saves after each fifth token, and did so many steps."""
+    engine = Engine(model, client, save_every=5)
+    engine.add(request)
+    for _ in range(num_steps):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("num_prompt", [1, 16, 40])
+def test_resumed_sequence_ends_as_if_nothing_had_been(
+    model: Model, client: Client, num_prompt: int
+) -> None:
+    request = drawn("one", ids(num_prompt))
+    saving(model, client, request, 12)
+    second = Engine(model, client)
+    assert second.resume("one/0") == request
+    heard = Heard()
+    heard.take(second.step())
+    assert len(heard.tokens["one/0"]) == 11
+    assert second.counts["computed"] == 1
+    while second.has_work:
+        heard.take(second.step())
+    assert heard.tokens == run(Engine(model), request).tokens
+    with pytest.raises(UnknownSequence):  # it is over
+        second.resume("one/0")
+
+
+def test_sequence_that_is_taken_ends_where_it_was(model: Model, client: Client) -> None:
+    first = saving(model, client, drawn("one", ids(40)), 12)
+    second = Engine(model, client, save_every=5)
+    second.resume("one/0")
+    heard = Heard()
+    while first.has_work:
+        heard.take(first.step())
+    assert heard.reasons == {"one/0": "taken"}
+    assert run(second).reasons == {"one/0": "length"}
+    assert_all_given_back(second.namespace)
+
+
+def test_deadline_goes_on_in_the_second_engine(model: Model, client: Client) -> None:
+    deadline = time.monotonic() + 1000
+    saving(model, client, greedy("one", ids(40), deadline=deadline), 8)
+    resumed = Engine(model, client).resume("one/0")
+    assert resumed.deadline == pytest.approx(deadline, abs=100)
+
+
+def test_resume_of_what_is_under_way_here_is_refused(model: Model, client: Client) -> None:
+    request = drawn("one", ids(40))
+    first = saving(model, client, request, 12)
+    with pytest.raises(BadRequest, match="under way"):
+        first.resume("one/0")
+    assert run(first).reasons == {"one/0": "length"}
+
+
+@pytest.mark.parametrize("state", [b"", b"\xc1", msgspec.msgpack.encode({"last": 1})])
+def test_resume_of_what_no_engine_saved_is_refused(
+    model: Model, client: Client, state: bytes
+) -> None:
+    engine = Engine(model, client)
+    with engine.namespace.match(ids(40), reserve_tokens=40) as lease:
+        lease.save("other", ids(32), state)
+    with pytest.raises(BadRequest, match="other"):
+        engine.resume("other")
+    assert not engine.has_work
+    assert_all_given_back(engine.namespace)
+
+
+def test_engine_without_kvd_resumes_nothing(model: Model) -> None:
+    with pytest.raises(BadRequest, match="client"):
+        Engine(model).resume("one/0")

@@ -1,0 +1,231 @@
+"""Scheduler: whose turn it is, within the budget, and that no page is ever lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvd.testing.daemons import running_daemon
+from kvd_client import Identity, Layout
+from kvd_infer.engine import Engine
+from kvd_infer.scheduler import Limits, Part, Scheduler
+from kvd_infer.sequence import Sequence
+from tests.infer.conftest import attached
+from tests.infer.engines import (
+    BLOCK,
+    Heard,
+    assert_all_given_back,
+    assert_as_alone,
+    greedy,
+    ids,
+    model_of,
+    pool,
+)
+from tests.infer.runs import num_leases
+
+if TYPE_CHECKING:
+    from kvd.testing.daemons import RunningDaemon
+    from kvd_client import Client, Namespace
+    from kvd_infer.sequence import Request
+
+LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_size=32, dtype="float32", block_size=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def small_daemon() -> Iterator[RunningDaemon]:
+    """It has 32 pages."""
+    with running_daemon(pool(32)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def small(small_daemon: RunningDaemon) -> Iterator[Client]:
+    with attached(small_daemon) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace(shared_daemon: RunningDaemon, salt: str) -> Iterator[Namespace]:
+    with attached(shared_daemon) as client:
+        yield client.open(Identity("numbers", "r1"), LAYOUT, salt)
+
+
+class Bench:
+    """A scheduler, and what computes its plans: rows that nobody reads."""
+
+    def __init__(self, limits: Limits, namespace: Namespace | None = None) -> None:
+        self.scheduler = Scheduler(namespace, LAYOUT, limits)
+        self.num_added = 0
+
+    def add(self, tokens: tuple[int, ...], max_tokens: int = 100, priority: int = 0) -> Sequence:
+        self.num_added += 1
+        request = greedy(str(self.num_added), tokens, max_tokens, priority=priority)
+        sequence = Sequence(request, 0, self.num_added)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> dict[str, int]:
+        """How many tokens of which sequence were computed."""
+        parts = self.scheduler.plan()
+        for part in parts:
+            self._compute(part)
+        return {part.sequence.request.id: part.num_tokens for part in parts}
+
+    def _compute(self, part: Part) -> None:
+        is_last = part.is_last
+        part.sequence.chunk(part.num_tokens).forget()
+        part.sequence.written(part.num_tokens)
+        if is_last:
+            part.sequence.append(0)
+
+
+def test_prompts_share_what_those_that_generate_leave_of_the_budget() -> None:
+    bench = Bench(Limits(step_tokens=10))
+    bench.add(ids(4))
+    bench.add(ids(20, 1))
+    assert bench.step() == {"1": 4, "2": 6}
+    assert bench.step() == {"1": 1, "2": 9}
+    bench.add(ids(20, 2))
+    assert bench.step() == {"1": 1, "2": 5, "3": 4}
+    assert bench.step() == {"1": 1, "2": 1, "3": 8}
+
+
+def test_budget_too_small_for_all_that_generate_goes_to_those_before() -> None:
+    bench = Bench(Limits(step_tokens=2))
+    for number in range(3):
+        bench.add(ids(1, number))
+    assert bench.step() == {"1": 1, "2": 1}
+    assert bench.step() == {"1": 1, "2": 1}
+
+
+def test_urgent_prompt_is_computed_before_those_that_were_begun() -> None:
+    bench = Bench(Limits(step_tokens=10))
+    bench.add(ids(30))
+    bench.step()
+    bench.add(ids(15, 1), priority=1)
+    assert bench.step() == {"1": 10}
+    bench.scheduler._limits = Limits(step_tokens=15)
+    assert bench.step() == {"1": 10, "2": 5}
+    assert bench.step() == {"2": 10, "1": 1}
+
+
+def test_no_more_sequences_run_than_may() -> None:
+    bench = Bench(Limits(sequences=2))
+    first, *_ = [bench.add(ids(5, number)) for number in range(3)]
+    assert bench.step() == {"1": 5, "2": 5}
+    bench.scheduler.remove(first)
+    assert bench.step() == {"2": 1, "3": 5}
+
+
+def test_private_memory_bounds_how_many_run() -> None:
+    bench = Bench(Limits(private_tokens=250))
+    for number in range(3):
+        bench.add(ids(20, number))
+    assert bench.step() == {"1": 20, "2": 20}
+
+
+def test_sequence_alone_runs_whatever_private_memory_it_takes() -> None:
+    bench = Bench(Limits(private_tokens=10))
+    bench.add(ids(20))
+    assert bench.step() == {"1": 20}
+
+
+def test_sequence_waits_for_blocks_that_another_computes(namespace: Namespace) -> None:
+    bench = Bench(Limits(step_tokens=32), namespace)
+    bench.add(ids(64))
+    bench.add(ids(64) + ids(5, 1))
+    bench.add(ids(5, 2))
+    assert bench.step() == {"1": 32}
+    assert bench.step() == {"1": 32}
+    assert bench.step() == {"1": 1, "2": 5, "3": 5}
+
+
+def test_urgent_sequence_waits_for_nobody(namespace: Namespace) -> None:
+    bench = Bench(Limits(step_tokens=32), namespace)
+    bench.add(ids(40))
+    bench.step()
+    bench.scheduler._limits = Limits(step_tokens=64)
+    bench.add(ids(64)[:33] + ids(20, 1), priority=1)
+    assert set(bench.step()) == {"1", "2"}
+
+
+def test_preempted_sequence_goes_on_behind_what_it_committed(namespace: Namespace) -> None:
+    bench = Bench(Limits(), namespace)
+    sequence = bench.add(ids(40))
+    bench.step()
+    bench.scheduler.preempt(sequence)
+    assert (sequence.rows, bench.scheduler.waiting) == (None, [sequence])
+    assert bench.step() == {"1": 40 + 1 - 32}
+
+
+# --- random runs ---
+
+# Some grow over the sixteen pages that they are given at first, of which two may have all.
+PROMPTS = [ids(num_tokens, seed) for seed in range(3) for num_tokens in (3, 90, 230)]
+PROMPTS += [PROMPTS[2][:100] + tokens[:130] for tokens in PROMPTS[5::3]]
+
+
+class RandomRun:
+    """An engine under random requests; after each step the books are compared."""
+
+    def __init__(self, seed: int, client: Client, limits: Limits) -> None:
+        self.rng = Random(seed)
+        self.limits = limits
+        self.engine = Engine(model_of(f"random run {seed}"), client, limits=limits)
+        self.heard = Heard()
+        self.requests: list[Request] = []
+        self.cancelled: set[str] = set()
+
+    def go(self, num_requests: int) -> None:
+        while len(self.requests) < num_requests or self.engine.has_work:
+            if len(self.requests) < num_requests and self.rng.random() < 0.3:
+                self.add()
+            if self.requests and self.rng.random() < 0.02:
+                self.cancel()
+            self.step()
+
+    def add(self) -> None:
+        request = greedy(
+            str(len(self.requests)),
+            self.rng.choice(PROMPTS),
+            self.rng.choice((1, 50, 50)),
+            priority=self.rng.randrange(3),
+        )
+        self.engine.add(request)
+        self.requests.append(request)
+
+    def cancel(self) -> None:
+        request = self.rng.choice(self.requests)
+        if f"{request.id}/0" not in self.heard.reasons:
+            self.cancelled.add(request.id)
+        self.engine.cancel(request.id)
+
+    def step(self) -> None:
+        before = self.engine.counts["computed"]
+        self.heard.take(self.engine.step())
+        scheduler = self.engine.scheduler
+        assert self.engine.counts["computed"] - before <= self.limits.step_tokens
+        assert len(scheduler.running) <= self.limits.sequences
+        assert all(sequence.rows is None for sequence in scheduler.waiting)
+        under_way = {each for all in self.engine._requests.values() for each in all}
+        assert under_way == {*scheduler.running, *scheduler.waiting}
+        assert len(under_way) == len(scheduler.running) + len(scheduler.waiting)
+        assert num_leases(self.engine.namespace) == len(scheduler.running)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_books_are_exact_after_each_step_of_a_random_run(
+    one_thread: None, small: Client, seed: int
+) -> None:
+    run = RandomRun(seed, small, Limits(step_tokens=64, sequences=5))
+    run.go(num_requests=20)
+    assert run.engine.scheduler.num_preempted > 0
+    done = [request for request in run.requests if request.id not in run.cancelled]
+    assert_as_alone(run.heard, *done)
+    assert {name for name, why in run.heard.reasons.items() if why == "cancelled"} == {
+        f"{id}/0" for id in run.cancelled
+    }
+    assert_all_given_back(run.engine.namespace)
