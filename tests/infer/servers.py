@@ -15,10 +15,11 @@ import httpx
 from openai import OpenAI
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 PATIENCE_SECONDS = 60.0
 NAME = "tiny"
+PROMPT = "The sea is deep, and nobody knows what lies there."
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -48,17 +49,23 @@ def save_tiny_model(folder: Path) -> None:
     tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
 
 
-def plain_text(folder: Path, ids: list[int], num_tokens: int) -> str:
-    """What transformers itself generates behind these ids, the likeliest token each time."""
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = tiny_tokenizer()(text).input_ids
+    return ids
+
+
+def plain_text(folder: Path, prompt: str, num_tokens: int) -> str:
+    """What transformers itself generates behind a prompt, the likeliest token each time."""
     import torch
     from transformers import AutoTokenizer
 
     from demo import models
 
-    model: LlamaForCausalLM = models.load(folder)
-    output = model.generate(torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False)
+    model: Any = models.load(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return str(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    output = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 class RunningServer:

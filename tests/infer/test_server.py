@@ -17,7 +17,7 @@ import pytest
 from kvd.testing.daemons import running_daemon
 from tests.e2e.support import eventually
 from tests.infer.conftest import SETTINGS
-from tests.infer.servers import NAME, plain_text, running_servers, save_tiny_model, tiny_tokenizer
+from tests.infer.servers import NAME, PROMPT, ids_of, plain_text, running_servers
 
 if TYPE_CHECKING:
     from openai.types import Completion
@@ -26,25 +26,12 @@ if TYPE_CHECKING:
     from tests.infer.servers import RunningServer
 
 NUM_TOKENS = 24
-PROMPT = "The sea is deep, and nobody knows what lies there."
 CHAT: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
 CHAT_TEXT = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
 GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": NUM_TOKENS, "temperature": 0}
 # Of what somebody ends before its time.
 MANY_TOKENS = 1900
 NO_END = {"ignore_eos": True}
-
-
-def ids_of(text: str) -> list[int]:
-    ids: list[int] = tiny_tokenizer()(text).input_ids
-    return ids
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +42,11 @@ def kvd() -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="module")
 def servers(
-    folder: Path, kvd: RunningDaemon, tmp_path_factory: pytest.TempPathFactory
+    tiny_dir: Path, kvd: RunningDaemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[RunningServer]]:
     """Two, with one kvd behind them."""
     options = ["--endpoint", kvd.endpoint]
-    with running_servers(folder, tmp_path_factory.mktemp("logs"), options, options) as servers:
+    with running_servers(tiny_dir, tmp_path_factory.mktemp("logs"), options, options) as servers:
         yield servers
         assert not any("Traceback" in server.log for server in servers)
 
@@ -70,9 +57,9 @@ def server(servers: list[RunningServer]) -> RunningServer:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> str:
+def expected(tiny_dir: Path) -> str:
     """What follows PROMPT without kvd and without a server."""
-    return plain_text(folder, ids_of(PROMPT), NUM_TOKENS)
+    return plain_text(tiny_dir, PROMPT, NUM_TOKENS)
 
 
 def completed(server: RunningServer) -> str:
@@ -98,11 +85,11 @@ def test_a_completion_is_what_the_model_generates(server: RunningServer, expecte
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (50, NUM_TOKENS)
 
 
-def test_a_chat_is_written_as_the_template_has_it(server: RunningServer, folder: Path) -> None:
+def test_a_chat_is_written_as_the_template_has_it(server: RunningServer, tiny_dir: Path) -> None:
     answer = server.openai.chat.completions.create(**GREEDY, messages=CHAT)
     message = answer.choices[0].message
     assert message.role == "assistant"
-    assert message.content == plain_text(folder, ids_of(CHAT_TEXT), NUM_TOKENS)
+    assert message.content == plain_text(tiny_dir, CHAT_TEXT, NUM_TOKENS)
 
 
 def test_the_pieces_of_a_stream_join_to_the_whole(server: RunningServer, expected: str) -> None:
@@ -310,9 +297,9 @@ def test_requests_go_on_while_kvd_is_restarted(
         assert completed(server) == expected
 
 
-def test_what_is_under_way_is_ended_by_grace(folder: Path, tmp_path: Path) -> None:
+def test_what_is_under_way_is_ended_by_grace(tiny_dir: Path, tmp_path: Path) -> None:
     options = ["--no-kvd", "--max-requests", "2", "--grace", "600"]
-    with running_servers(folder, tmp_path, options) as [server]:
+    with running_servers(tiny_dir, tmp_path, options) as [server]:
         streams = [begun(server, max_tokens=800) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as refusal:
             completed(server)
@@ -325,8 +312,8 @@ def test_what_is_under_way_is_ended_by_grace(folder: Path, tmp_path: Path) -> No
             assert list(stream)[-1].choices[0].finish_reason == "length"
 
 
-def test_a_second_signal_ends_what_is_under_way(folder: Path, tmp_path: Path) -> None:
-    with running_servers(folder, tmp_path, ["--no-kvd", "--grace", "600"]) as [server]:
+def test_a_second_signal_ends_what_is_under_way(tiny_dir: Path, tmp_path: Path) -> None:
+    with running_servers(tiny_dir, tmp_path, ["--no-kvd", "--grace", "600"]) as [server]:
         stream, _ = begun(server)
         server.signal(SIGTERM)
         eventually(lambda: not server.health["ready"])
