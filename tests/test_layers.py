@@ -34,6 +34,8 @@ IMPORTED_BY = {
     "zmq": ["kvd.actors.router", "kvd.actors.publisher", "kvd_client.transport"],
     "torch": ["kvd_tiers.torch", "kvd.arena.device", "kvd_client.lease", "kvd_infer"],
     "transformers": ["kvd_infer"],
+    "starlette": ["kvd_infer.server"],
+    "uvicorn": ["kvd_infer.server"],
     "opentelemetry.sdk": ["kvd.__main__"],
     "pickle": [],
 }

@@ -186,6 +186,15 @@ def test_the_model_is_listed(server: RunningServer) -> None:
     assert server.openai.models.retrieve(NAME).owned_by == "kvd"
 
 
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_knows_an_answer(smollm2_dir: Path, tmp_path: Path) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    with running_servers(smollm2_dir, tmp_path, ["--no-kvd"]) as [server]:
+        answer = server.openai.chat.completions.create(**GREEDY, messages=question)
+    assert "Paris" in (answer.choices[0].message.content or "")
+
+
 # --- what is refused ---
 
 

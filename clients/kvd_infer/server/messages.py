@@ -161,7 +161,7 @@ def read(body: bytes | bytearray, kind: type[R]) -> R:
                 raise BadRequest(f"{name} is not supported: leave it out", param=name)
         return msgspec.convert(fields, kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise BadRequest(f"the body is not what it must be: {error}") from error
+        raise BadRequest(f"the request cannot be read: {error}") from error
 
 
 def _without_nulls(value: Any) -> Any:
