@@ -116,7 +116,7 @@ def test_every_example_of_the_readme_runs(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["kvd", "kvd-ctl"])
+@pytest.mark.parametrize("command", ["kvd", "kvd-ctl", "kvd-infer"])
 def test_every_script_has_help_with_an_example(command: str) -> None:
     script = Path(sys.executable).with_name(command)
     done = subprocess.run([script, "--help"], capture_output=True, text=True)

@@ -40,6 +40,8 @@ IMPORTED_BY = {
         "kvd_infer",
     ],
     "transformers": ["kvd_infer"],
+    "starlette": ["kvd_infer.server"],
+    "uvicorn": ["kvd_infer.server"],
     "opentelemetry.sdk": ["kvd.__main__"],
     "pickle": [],
 }

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -69,6 +70,16 @@ def model(plain: LlamaForCausalLM) -> LlamaForCausalLM:
     from tests.infer.runs import with_kvd
 
     return with_kvd()
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model with a tokenizer, as `kvd-infer` reads it."""
+    from tests.infer.servers import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return folder
 
 
 @contextmanager

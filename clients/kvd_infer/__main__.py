@@ -1,0 +1,125 @@
+"""The `kvd-infer` command: its arguments.
+
+Exit status 0; 1, with a line on stderr, where something is wrong; 2 for usage; 130 where Ctrl-C
+ended a generation.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+from kvd_client import KvdError
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"kvd-infer: {error}: install kvd[serve]")
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Run a language model whose KV cache is kvd's.",
+    epilog="Example: kvd-infer serve --model ./SmolLM2-135M-Instruct --port 8000",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    Path,
+    typer.Option(
+        help="A local folder with safetensors and a tokenizer.", exists=True, file_okay=False
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(help="Where kvd listens; by default where clients look.", envvar="KVD_ENDPOINT"),
+]
+NoKvd = Annotated[bool, typer.Option("--no-kvd", help="Compute everything in this process.")]
+
+
+@app.command(
+    epilog="Example: kvd-infer generate --model ./SmolLM2-135M-Instruct 'The sea is' "
+    "--temperature 0"
+)
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="[PROMPT]", help="Or - for stdin.")] = "-",
+    max_tokens: Annotated[int, typer.Option(help="How long it gets at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="How much chance there is; 0 for none.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest so much.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed draws the same text again.")
+    ] = None,
+    endpoint: Endpoint = None,
+    no_kvd: NoKvd = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print text and statistics as JSON, at the end.")
+    ] = False,
+) -> None:
+    """Print what follows a prompt, as it is generated, and on stderr how that went.
+
+    Ctrl-C ends it where it stands.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _commands() as commands:
+        params = commands.SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        with commands.open_model(model, endpoint, not no_kvd) as opened:
+            reason = commands.generate(opened, text, params, as_json=as_json)
+    if reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command(epilog="Example: kvd-infer serve --model ./SmolLM2-135M-Instruct --port 8000")
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any.", min=0, max=65535)] = 8000,
+    served_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default its folder's name.")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(help="Refuse others while so many are under way.", min=1)
+    ] = 256,
+    grace: Annotated[
+        float, typer.Option(help="Seconds for requests under way when it is to stop.", min=0)
+    ] = 30.0,
+    endpoint: Endpoint = None,
+    no_kvd: NoKvd = False,
+) -> None:
+    """Serve a model over HTTP, as clients of OpenAI's API know it, until SIGTERM or Ctrl-C."""
+    name = served_name or model.resolve().name
+    with (
+        _commands() as commands,
+        commands.open_model(model, endpoint, not no_kvd, max_requests) as opened,
+    ):
+        commands.serve(opened, name, host, port, grace)
+
+
+@contextmanager
+def _commands() -> Iterator[ModuleType]:
+    """What does the work, and takes seconds to import; what goes wrong is said in one line."""
+    try:
+        from kvd_infer import commands
+
+        yield commands
+    except ModuleNotFoundError as error:
+        sys.exit(f"kvd-infer: {error}: install kvd[serve]")
+    except KvdError as error:
+        print(f"kvd-infer: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def main() -> None:
+    """Entry point of the `kvd-infer` script."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""An engine behind HTTP, as clients of OpenAI's API know it."""

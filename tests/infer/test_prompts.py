@@ -1,0 +1,42 @@
+"""Text and chats become the ids that the model's own tokenizer has for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd_client import BadRequest
+from kvd_infer.prompts import Prompts
+from tests.infer.servers import tiny_tokenizer
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?"}]
+
+
+def test_a_text_is_encoded_as_the_tokenizer_does() -> None:
+    tokenizer = tiny_tokenizer()
+    assert Prompts(tokenizer).of_text("Bär <|end|>") == tokenizer("Bär <|end|>").input_ids
+
+
+def test_a_chat_is_encoded_as_its_template_does() -> None:
+    tokenizer = tiny_tokenizer()
+    encoded = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert Prompts(tokenizer).of_chat(CHAT) == encoded
+
+
+def test_a_long_text_is_not_cut() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    assert len(Prompts(tokenizer).of_text("ten tokens")) == 10
+
+
+def test_a_chat_needs_a_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(BadRequest, match="has no chat template"):
+        Prompts(tokenizer).of_chat(CHAT)
+
+
+def test_a_template_may_refuse_a_chat() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('a user must begin') }}"
+    with pytest.raises(BadRequest, match="a user must begin"):
+        Prompts(tokenizer).of_chat(CHAT)
