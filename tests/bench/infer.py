@@ -191,9 +191,10 @@ def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
     from kvd_infer.engine import Engine
     from kvd_infer.model import Model
 
-    query_heads = random_model(bench).config.num_attention_heads
-    models = (random_model(bench), random_model(bench, num_key_value_heads=query_heads))
-    engines = [Engine(Model(model, revision="random"), client) for model in models]
+    grouped = random_model(bench)
+    query_heads = grouped.config.num_attention_heads
+    multi = random_model(bench, num_key_value_heads=query_heads)
+    engines = [Engine(Model(each, revision="random"), client) for each in (grouped, multi)]
     length, count = sizes.heads
     prompts = random_prompts(engines[0].model.vocabulary_size, length, count, seed=0)
     for engine in engines:
@@ -201,21 +202,21 @@ def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
     bench.say("GQA and MHA in turn")
     ways = [partial(by_engine, engine) for engine in engines]
     runs = in_turn(ways, [prompts] * sizes.num_rounds, sizes.num_generated)
-    grouped, multi = (engine.model.layout for engine in engines)
+    small, large = (engine.model.layout for engine in engines)
     found = Pairs(*([1 / run.rate for run in its] for its in runs))
     yield row(
         "infer_mha_vs_gqa",
         found.ratio,
         "x",
         f"time a token while {count} sequences of {length} tokens generate, a random model with "
-        f"{query_heads} query heads and {grouped.num_kv_heads} KV heads against one with "
-        f"{multi.num_kv_heads}: {found}",
+        f"{query_heads} query heads and {small.num_kv_heads} KV heads against one with "
+        f"{large.num_kv_heads}: {found}",
     )
     yield row(
         "infer_mha_vs_gqa_bytes",
-        multi.token_bytes / grouped.token_bytes,
+        large.token_bytes / small.token_bytes,
         "x",
-        f"KV of a token of the same: {grouped.token_bytes} against {multi.token_bytes} bytes",
+        f"KV of a token of the same: {small.token_bytes} against {large.token_bytes} bytes",
     )
 
 
