@@ -26,6 +26,7 @@ from tests.bench.first_touch import hit_first_touch
 from tests.bench.flood import flood
 from tests.bench.hit import hit_vs_copy
 from tests.bench.index import index
+from tests.bench.infer import infer
 from tests.bench.machine import describe_machine
 from tests.bench.match import match_vs_echo
 from tests.bench.recovery import recovery
@@ -54,6 +55,7 @@ PARTS: dict[str, Part] = {
         start_seconds,
         start_memory_mib,
         alternatives,
+        infer,
     )
 }
 RESULTS = Path(__file__).parent / "results"
