@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from kvd_client import BadRequest, Identity, Layout, Unsupported
-from kvd_infer.attention import KeysValues, paged_attention
+from kvd_infer.attention import KeysValues, Plan
 from kvd_infer.hf_attention import check_attention
-from kvd_infer.hf_model import identity_of, layout_of
+from kvd_infer.hf_model import identity_of, layout_of, windows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +50,7 @@ class Model:
         self.max_tokens: int = getattr(model.config, "max_position_embeddings", 1 << 20)
         self.vocabulary_size: int = model.config.vocab_size
         self.end_ids = _end_ids(model)
+        self._windows = windows_of(model)
         self.attention_seconds = 0.0  # of all steps so far
         model.set_attn_implementation(NAME)
         self._model: Any = model.eval()
@@ -78,7 +79,7 @@ class Model:
 
         `wanted` are places in `chunks`; returns `[wanted, vocabulary]`. No view of a page is left.
         """
-        batch = _Batch.of(chunks)
+        batch = _Batch.of(chunks, self._windows)
         token = _current.set(batch)
         try:
             output = self._model(
@@ -92,35 +93,37 @@ class Model:
             self.attention_seconds += batch.seconds
             for chunk in chunks:
                 chunk.forget()
-            batch.targets.clear()
+            batch.forget()
         logits: Tensor = output.logits[0]
         return logits
 
 
 @dataclass(slots=True)
 class _Batch:
-    """One forward pass: how its tokens are cut into sequences, and these into views of rows."""
+    """One forward pass: where its tokens stand, where their rows go, and how they attend.
 
-    chunks: Sequence[Chunk]
-    lengths: list[int]
+    `positions` are of all tokens, `ends` the place of each chunk's last one among them; `plans`
+    are by the layers' windows.
+    """
+
     positions: Tensor
     ends: Tensor
     targets: list[Tensor]
-    pieces: list[int]
+    windows: list[int | None]
+    plans: dict[int | None, Plan]
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk]) -> Self:
+    def of(cls, chunks: Sequence[Chunk], windows: list[int | None]) -> Self:
         lengths = [len(chunk.tokens) for chunk in chunks]
         spans = zip((chunk.start for chunk in chunks), lengths, strict=True)
-        targets = [target for chunk in chunks for target in chunk.targets]
+        parts = [[KeysValues(part[:, 0], part[:, 1]) for part in chunk.parts] for chunk in chunks]
         return cls(
-            chunks,
-            lengths,
             torch.cat([torch.arange(start, start + length) for start, length in spans]),
             torch.tensor(lengths).cumsum(0) - 1,
-            targets,
-            [target.shape[2] for target in targets],
+            [target for chunk in chunks for target in chunk.targets],
+            windows,
+            {window: Plan(lengths, parts, window) for window in set(windows)},
         )
 
     def attend(
@@ -128,17 +131,20 @@ class _Batch:
     ) -> Tensor:
         """All are `[1, heads, tokens, head_size]`, the output `[1, tokens, heads, head_size]`."""
         started = time.perf_counter()
+        sizes = [target.shape[2] for target in self.targets]
         for plane, states in enumerate((keys, values)):
-            rows = states[0].transpose(0, 1).split(self.pieces)
+            rows = states[0].transpose(0, 1).split(sizes)
             for target, its_rows in zip(self.targets, rows, strict=True):
                 target[layer, plane].copy_(its_rows)
-        sequences = [
-            [KeysValues(part[layer, 0], part[layer, 1]) for part in chunk.parts]
-            for chunk in self.chunks
-        ]
-        output = paged_attention(query[0].transpose(0, 1), self.lengths, sequences, scale=scale)
+        plan = self.plans[self.windows[layer]]
+        output = plan.attend(query[0].transpose(0, 1), layer, scale=scale)
         self.seconds += time.perf_counter() - started
         return output.unsqueeze(0)
+
+    def forget(self) -> None:
+        """Let go of all views of pages."""
+        self.targets.clear()
+        self.plans.clear()
 
 
 def _end_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -164,8 +170,9 @@ def _attention(
     batch = _current.get()
     if batch is None:
         raise Unsupported("this model belongs to an engine of kvd: load it again for other uses")
-    check_attention(module, query, attention_mask, {"dropout": dropout, **kwargs})
     layer: Any = module.layer_idx
+    asked = {"dropout": dropout, **kwargs}
+    check_attention(module, query, attention_mask, batch.windows[layer], asked)
     return batch.attend(layer, query, key, value, scaling), None
 
 
