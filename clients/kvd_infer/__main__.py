@@ -5,6 +5,7 @@ ended a generation.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,6 +118,9 @@ def _commands() -> Iterator[ModuleType]:
 
 def main() -> None:
     """Entry point of the `kvd-infer` script."""
+    # OpenMP's threads sleep while they wait, or where others want the cores too a step would take
+    # ten times as long. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     app()
 

@@ -147,7 +147,7 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, num_tokens: int) -> Ru
     output = generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        generation_config=_greedy(num_tokens),
+        generation_config=_greedy(model, num_tokens),
         streamer=times,
     )
     tokens = output[:, ids.shape[1] :].tolist()
@@ -177,7 +177,7 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, num_tokens: int)
     generate_batch: Any = model.generate_batch
     outputs = generate_batch(
         [list(prompt) for prompt in prompts],
-        generation_config=_greedy(num_tokens),
+        generation_config=_greedy(model, num_tokens),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=pages + 2,
@@ -193,10 +193,12 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, num_tokens: int)
     return Run(tokens, arrivals, time.process_time() - cpu_start)
 
 
-def _greedy(num_tokens: int) -> GenerationConfig:
+def _greedy(model: PreTrainedModel, num_tokens: int) -> GenerationConfig:
     from transformers import GenerationConfig
 
-    # No token is the end, and none is left out for it.
     return GenerationConfig(
-        max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=model.config.vocab_size,  # no token is the end
+        pad_token_id=0,
     )

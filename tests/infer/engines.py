@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
@@ -10,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from demo.models import tiny_llama
+from kvd_client import Client
+from kvd_infer.engine import Engine
 from kvd_infer.hf_model import layout_of
 from kvd_infer.model import Model
 from kvd_infer.sampler import SamplingParams
 from kvd_infer.sequence import Request
 from tests.e2e.support import SESSIONS, capacity_of, eventually
-from tests.infer.conftest import plain_logits, tolerance_of
+from tests.infer.conftest import PATIENCE_SECONDS, plain_logits, tolerance_of
 from tests.infer.runs import num_leases, prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvd_client import Namespace
-    from kvd_infer.engine import Engine, Output, Reason
+    from kvd_infer.engine import Output, Reason
 
 STEPS = 24
 BLOCK = 16
@@ -52,6 +56,17 @@ def ids(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
 
 def greedy(id: str, tokens: tuple[int, ...], max_tokens: int = STEPS, **fields: Any) -> Request:
     return Request(id, tokens, SamplingParams(max_tokens=max_tokens, temperature=0), **fields)
+
+
+def die_on_the_way(endpoint: str, revision: str, request: Request, num_steps: int) -> None:
+    """Be an engine that saves after each fifth token, and is killed after so many steps."""
+    with Client(endpoint, timeout=PATIENCE_SECONDS) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        engine = Engine(model_of(revision), client, save_every=5)
+        engine.add(request)
+        for _ in range(num_steps):
+            engine.step()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Heard:

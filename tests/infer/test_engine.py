@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +17,7 @@ from kvd_infer.engine import Engine
 from kvd_infer.sampler import SamplingParams
 from kvd_infer.scheduler import Limits
 from kvd_infer.sequence import Request
-from tests.infer.conftest import attached
+from tests.infer.conftest import PATIENCE_SECONDS, attached
 from tests.infer.engines import (
     BLOCK,
     STEPS,
@@ -23,6 +25,7 @@ from tests.infer.engines import (
     alone,
     assert_all_given_back,
     assert_as_alone,
+    die_on_the_way,
     greedy,
     ids,
     model_of,
@@ -389,6 +392,21 @@ def test_resumed_sequence_ends_as_if_nothing_had_been(
     assert heard.tokens == run(Engine(model), request).tokens
     with pytest.raises(UnknownSequence):  # it is over
         second.resume("one/0")
+
+
+def test_sequence_of_an_engine_that_was_killed_ends_as_if_it_had_not_been(
+    model: Model, client: Client
+) -> None:
+    request = drawn("one", ids(40))
+    arguments = (client.endpoint, model.identity.revision, request, 12)
+    process = get_context("spawn").Process(target=die_on_the_way, args=arguments)
+    process.start()
+    process.join(PATIENCE_SECONDS)
+    assert process.exitcode == -SIGKILL
+    engine = Engine(model, client)
+    engine.resume("one/0")
+    assert run(engine).tokens == run(Engine(model), request).tokens
+    assert engine.counts["computed"] == 14
 
 
 def test_sequence_that_is_taken_ends_where_it_was(model: Model, client: Client) -> None:

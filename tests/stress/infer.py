@@ -18,7 +18,7 @@ from tests.e2e.support import capacity_of, eventually
 from tests.infer.engines import assert_best
 from tests.stress.clients import expect_exact_books, is_quiet
 from tests.stress.crash import PATIENCE_SECONDS, Worker
-from tests.stress.infer_worker import GOES_ON, request_of
+from tests.stress.infer_worker import GOES_ON, SAVE_EVERY, request_of
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
@@ -131,10 +131,13 @@ class Engines:
         self.over[number] = reason
         self.stress.counts[reason] += 1
         if len(self.over) == self.kill_at:
-            self._kill(self.rng.choice(self.workers))
+            self._kill(max(self.workers, key=self._num_saved))
         if self.rng.randrange(OVER_PER_CANCEL) == 0:
             self._cancel_one()
         self._do_more(worker)
+
+    def _num_saved(self, worker: Worker) -> int:
+        return sum(len(self.said[number]) > SAVE_EVERY for number in self.under_way[worker])
 
     def _note_exit(self, worker: Worker) -> None:
         left = self.under_way.pop(worker)
