@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import msgspec
 import torch
 
 from kvd_client import BadRequest, KvdError, LeaseEnded, SequenceTaken
+from kvd_infer import telemetry
 from kvd_infer.sampler import Draw, NextToken, SamplingParams, next_tokens
 from kvd_infer.scheduler import DEFAULT_LIMITS, GROW_SECONDS, Limits, Part, Scheduler
 from kvd_infer.sequence import Chunk, Request, Sequence
@@ -103,8 +103,7 @@ class Engine:
         self.scheduler = Scheduler(
             client.open(model.identity, model.layout) if client else None, model.layout, limits
         )
-        # Tokens of sequences that were computed here, or were cached: by tier.
-        self.counts: Counter[str] = Counter()
+        self.num_computed = 0  # tokens whose KV was computed here
         self._tokenizer = tokenizer
         self._save_every = save_every
         self._num_added = 0
@@ -204,7 +203,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute the next tokens of the sequences whose turn it is; what came of all."""
         self._end_late()
-        self._sample(self._compute(self.scheduler.plan()))
+        if parts := self.scheduler.plan():
+            with telemetry.step([part.sequence.span for part in parts]):
+                self._sample(self._compute(parts))
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -230,7 +231,8 @@ class Engine:
         for place, (part, _) in enumerate(begun):
             with self._void_ends(part.sequence):
                 part.sequence.written(part.num_tokens)
-                self.counts["computed"] += part.num_tokens
+                self.num_computed += part.num_tokens
+                telemetry.tokens.add(part.num_tokens, {"source": "computed"})
                 if place in rows:
                     ready.append((part.sequence, rows[place]))
         return ready
@@ -273,7 +275,7 @@ class Engine:
             text += sequence.text.finish()
         self._say(sequence, (token,), text, reason)
         if reason:
-            self._finish(sequence)
+            self._finish(sequence, reason)
         elif self._save_every and sequence.num_generated % self._save_every == 0:
             self._save(sequence)
 
@@ -305,10 +307,11 @@ class Engine:
         for follower in self._followers.pop(sequence, ()):
             self.scheduler.add(follower)
         self._say(sequence, (), sequence.text.finish() if sequence.text else "", reason)
-        self._finish(sequence)
+        self._finish(sequence, reason)
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Sequence, reason: Reason) -> None:
         self.scheduler.remove(sequence)
+        sequence.end(reason)
         sequences = self._requests[sequence.request.id]
         sequences.remove(sequence)
         if not sequences:

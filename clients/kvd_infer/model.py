@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from kvd_client import BadRequest, Identity, Layout, Unsupported
+from kvd_infer import telemetry
 from kvd_infer.attention import KeysValues, Plan
 from kvd_infer.hf_attention import check_attention
 from kvd_infer.hf_model import identity_of, layout_of, windows_of
@@ -93,6 +94,7 @@ class Model:
             self.attention_seconds += batch.seconds
             for chunk in chunks:
                 chunk.forget()
+            telemetry.attention_latency.record(batch.seconds)
             batch.forget()
         logits: Tensor = output.logits[0]
         return logits
@@ -173,7 +175,8 @@ def _attention(
     layer: Any = module.layer_idx
     asked = {"dropout": dropout, **kwargs}
     check_attention(module, query, attention_mask, batch.windows[layer], asked)
-    return batch.attend(layer, query, key, value, scaling), None
+    with telemetry.tracer.start_as_current_span(telemetry.ATTENTION, attributes={"layer": layer}):
+        return batch.attend(layer, query, key, value, scaling), None
 
 
 def _no_mask(**kwargs: Any) -> None:

@@ -18,6 +18,8 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -150,7 +152,7 @@ class Router:
             if request.id in self._streams:
                 raise BadRequest(f"request {request.id} is under way already")
             self._streams[request.id] = stream
-            self._do(lambda: self._add(stream))
+            self._do(partial(copy_context().run, self._add, stream))  # under the caller's span
         return stream
 
     def cancel(self, id: str) -> None:

@@ -20,6 +20,7 @@ from kvd_client import (
     OutOfPages,
     PagesInUse,
 )
+from kvd_infer import telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class Rows:
             # Whatever becomes of the commit: an answer may be lost.
             self._num_sealed = max(self._num_sealed, stop - stop % self._layout.block_size)
             if stop - lease.num_committed >= self._layout.block_size:
-                with _going_on():
+                with _going_on(), telemetry.tracer.start_as_current_span(telemetry.COMMIT):
                     lease.commit(self._tokens[lease.num_committed : stop].numpy())
 
 

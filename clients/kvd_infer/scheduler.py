@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd_client import BadRequest, LeaseEnded
+from kvd_infer import telemetry
 
 if TYPE_CHECKING:
     from kvd_client import Layout, Namespace
@@ -82,11 +83,10 @@ class Scheduler:
             self.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It is over, wherever it was; its pages are given back."""
+        """It is over, wherever it was."""
         for sequences in (self.running, self.waiting):
             if sequence in sequences:
                 sequences.remove(sequence)
-        sequence.release()
         self._retry_at = 0.0
 
     def preempt(self, sequence: Sequence) -> None:
@@ -145,6 +145,8 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             self.run(sequence)
+            for tier, num_tokens in sequence.tokens_by_tier.items():
+                telemetry.tokens.add(num_tokens, {"source": tier})
             parts.append(Part(sequence, min(sequence.num_missing, budget)))
             budget -= parts[-1].num_tokens
         return parts

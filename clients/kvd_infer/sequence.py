@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from opentelemetry import trace
 from torch import Tensor
 
 from kvd_client import LeaseEnded
+from kvd_infer import telemetry
 from kvd_infer.rows import Rows
 
 if TYPE_CHECKING:
@@ -75,6 +78,10 @@ class Sequence:
         self.cached_tokens = 0
         self.text: TextStream | None = None
         self.generation = 0  # of its last save
+        self.span = telemetry.tracer.start_span(
+            telemetry.REQUEST,
+            attributes={"request": request.id, "sample": sample, "prompt_tokens": self.num_prompt},
+        )
 
     @property
     def name(self) -> str:
@@ -105,10 +112,16 @@ class Sequence:
         """Whether its KV lies in memory of the engine's own."""
         return self.rows is not None and self.rows.lease is None
 
+    @property
+    def tokens_by_tier(self) -> Mapping[str, int]:
+        """Where what is cached of its tokens was when it began."""
+        return self.rows.lease.tokens_by_tier if self.rows and self.rows.lease else {}
+
     def begin(self, namespace: Namespace | None, layout: Layout) -> None:
         """Take what is cached of its tokens."""
         if self.rows is None:
-            self.rows = Rows(namespace, layout, self.tokens)
+            with trace.use_span(self.span), telemetry.tracer.start_as_current_span(telemetry.MATCH):
+                self.rows = Rows(namespace, layout, self.tokens)
             if self.num_tokens == self.num_prompt:
                 self.cached_tokens = self.rows.reused_tokens
 
@@ -156,3 +169,15 @@ class Sequence:
             # The traceback of a step that failed may hold views of them.
             self.rows.close(Exception)
             self.rows = None
+
+    def end(self, reason: str) -> None:
+        """It is over."""
+        self.release()
+        self.span.set_attributes(
+            {
+                "reason": reason,
+                "cached_tokens": self.cached_tokens,
+                "generated_tokens": self.num_generated,
+            }
+        )
+        self.span.end()

@@ -131,8 +131,15 @@ def assert_best(plain: PreTrainedModel, tokens: tuple[int, ...], generated: list
 
 def assert_all_given_back(namespace: Namespace) -> None:
     """The engines are idle: no lease is left, and no page is but free or committed."""
+    eventually(lambda: _is_attached(namespace))
     assert num_leases(namespace) == 0
     eventually(lambda: set(_used(namespace)) <= {"committed", "free", "unbacked"})
+
+
+def _is_attached(namespace: Namespace) -> bool:
+    """Whether the client knows which daemon there is now."""
+    session, status = namespace.client.connection.core.session, namespace.client.status()
+    return session is not None and session.name in {each.session for each in status.sessions}
 
 
 def _used(namespace: Namespace) -> list[str]:

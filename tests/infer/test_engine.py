@@ -98,7 +98,7 @@ def test_warm_engine_computes_the_last_token_alone(model: Model, client: Client)
     heard = run(engine, request)
     assert_as_alone(heard, request)
     assert heard.cached["one/0"] == 99
-    assert engine.counts["computed"] == 1 + STEPS - 1
+    assert engine.num_computed == 1 + STEPS - 1
 
 
 def test_generated_blocks_are_cached_too(model: Model, client: Client) -> None:
@@ -115,7 +115,7 @@ def test_shared_prefix_of_requests_that_come_together_is_computed_once(
     requests = [greedy(str(num), shared + ids(5, num), 1) for num in range(4)]
     engine = Engine(model, client, limits=Limits(step_tokens=64))
     assert_as_alone(run(engine, *requests), *requests)
-    assert engine.counts["computed"] == 10 * BLOCK + 4 * 5
+    assert engine.num_computed == 10 * BLOCK + 4 * 5
 
 
 def test_equal_seeds_draw_equal_tokens_whatever_the_batch(model: Model, client: Client) -> None:
@@ -141,7 +141,7 @@ def test_samples_are_as_each_without_kvd(model: Model, client: Client) -> None:
     """A sample is drawn by seed and number alone, so that rows shared wrongly would show."""
     engine = Engine(model, client)
     forked = run(engine, drawn("one", ids(40), n=4))
-    assert engine.counts["computed"] == 40 + 4 * (STEPS - 1)
+    assert engine.num_computed == 40 + 4 * (STEPS - 1)
     assert forked.tokens == run(Engine(model), drawn("one", ids(40), n=4)).tokens
     assert len({tuple(tokens) for tokens in forked.tokens.values()}) == 4
 
@@ -386,7 +386,7 @@ def test_resumed_sequence_ends_as_if_nothing_had_been(
     heard = Heard()
     heard.take(second.step())
     assert len(heard.tokens["one/0"]) == 11
-    assert second.counts["computed"] == 1
+    assert second.num_computed == 1
     while second.has_work:
         heard.take(second.step())
     assert heard.tokens == run(Engine(model), request).tokens
@@ -406,7 +406,7 @@ def test_sequence_of_an_engine_that_was_killed_ends_as_if_it_had_not_been(
     engine = Engine(model, client)
     engine.resume("one/0")
     assert run(engine).tokens == run(Engine(model), request).tokens
-    assert engine.counts["computed"] == 14
+    assert engine.num_computed == 14
 
 
 def test_sequence_that_is_taken_ends_where_it_was(model: Model, client: Client) -> None:
