@@ -21,6 +21,7 @@ from tests.bench.ways import (
     Prompts,
     Run,
     by_engine,
+    by_engines,
     by_generate,
     by_generate_batch,
     in_turn,
@@ -221,12 +222,12 @@ def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
 
 def _alone(bench: Bench, sizes: Sizes, engine: Engine, private: Engine) -> Iterator[Row]:
     length, count = sizes.alone
-    bench.say("with kvd and with private memory in turn")
-    ours, theirs = in_turn(
-        [partial(by_engine, engine), partial(by_engine, private)],
-        _rounds(engine, length, count, sizes.num_pairs),
-        sizes.num_generated,
-    )
+    bench.say("with kvd and with private memory, step by step in turn")
+    rounds = [
+        by_engines([engine, private], prompts, sizes.num_generated)
+        for prompts in _rounds(engine, length, count, sizes.num_pairs)
+    ]
+    ours, theirs = zip(*rounds, strict=True)
     what = (
         f"tokens a second of {count} new prompts of {length} tokens and {sizes.num_generated} "
         "generated ones, with kvd over the same engine with private memory"
