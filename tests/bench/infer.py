@@ -7,10 +7,10 @@ turns, over the same prompts.
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from tests.bench.ways import (
     Prompts,
     Run,
     by_engine,
+    by_engines,
     by_generate,
     by_generate_batch,
     in_turn,
@@ -195,11 +196,10 @@ def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
     prompts = random_prompts(engines[0].model.vocabulary_size, length, count, seed=0)
     for engine in engines:
         _store(engine, prompts)
-    bench.say("GQA and MHA in turn")
-    ways = [partial(by_engine, engine) for engine in engines]
-    runs = in_turn(ways, [prompts] * sizes.num_rounds, sizes.num_generated)
+    bench.say("GQA and MHA, step by step in turn")
+    grouped_runs, multi_runs = _step_by_step(engines, [prompts] * sizes.num_rounds, sizes)
     small, large = (engine.model.layout for engine in engines)
-    found = Pairs(*([1 / run.rate for run in its] for its in runs))
+    found = Pairs([1 / run.rate for run in grouped_runs], [1 / run.rate for run in multi_runs])
     yield row(
         "infer_mha_vs_gqa",
         found.ratio,
@@ -221,12 +221,9 @@ def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
 
 def _alone(bench: Bench, sizes: Sizes, engine: Engine, private: Engine) -> Iterator[Row]:
     length, count = sizes.alone
-    bench.say("with kvd and with private memory in turn")
-    ours, theirs = in_turn(
-        [partial(by_engine, engine), partial(by_engine, private)],
-        _rounds(engine, length, count, sizes.num_pairs),
-        sizes.num_generated,
-    )
+    bench.say("with kvd and with private memory, step by step in turn")
+    rounds = _rounds(engine, length, count, sizes.num_pairs)
+    ours, theirs = _step_by_step([engine, private], rounds, sizes)
     what = (
         f"tokens a second of {count} new prompts of {length} tokens and {sizes.num_generated} "
         "generated ones, with kvd over the same engine with private memory"
@@ -289,9 +286,9 @@ def _ways_table(found: Mapping[tuple[int, int], Mapping[str, list[Run]]]) -> str
     return _table(
         "Prompt tokens | Sequences | By | First token | Tokens a second, generating | In all",
         (
-            f"{length} | {count} | {name} | {seconds(_median(run.first for run in runs))} | "
-            f"{_median(run.rate for run in runs):.1f} | "
-            f"{_median(run.rate_of_all for run in runs):.1f}"
+            f"{length} | {count} | {name} | {seconds(median(run.first for run in runs))} | "
+            f"{median(run.rate for run in runs):.1f} | "
+            f"{median(run.rate_of_all for run in runs):.1f}"
             for (length, count), ways in found.items()
             for name, runs in ways.items()
         ),
@@ -299,6 +296,14 @@ def _ways_table(found: Mapping[tuple[int, int], Mapping[str, list[Run]]]) -> str
 
 
 # --- what they share -------------------------------------------------------------------------
+
+
+def _step_by_step(
+    engines: Sequence[Engine], rounds: Sequence[Prompts], sizes: Sizes
+) -> list[tuple[Run, ...]]:
+    """The runs of each engine, a run for each round."""
+    runs = [by_engines(engines, prompts, sizes.num_generated) for prompts in rounds]
+    return list(zip(*runs, strict=True))
 
 
 def _rounds(engine: Engine, length: int, count: int, num_rounds: int) -> list[Prompts]:
@@ -325,10 +330,6 @@ def _same(ours: Sequence[Run], theirs: Sequence[Run]) -> str:
         for one, its in zip(our.tokens, their.tokens, strict=True)
     ]
     return f"{sum(same)} of {len(same)} outputs are the same"
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 def _table(head: str, lines: Iterable[str]) -> str:

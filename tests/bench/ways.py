@@ -36,13 +36,13 @@ PAGE_TOKENS = 16
 STEP_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """Prompts continued together: the tokens of each, and when each came, in seconds."""
 
     tokens: list[list[int]]
     arrivals: list[list[float]]
-    cpu_seconds: float  # of this process
+    cpu_seconds: float = 0.0  # of this process, where told
     held_tokens: int = 0  # for so many there were pages, at most
 
     @property
@@ -114,22 +114,44 @@ def random_prompts(vocabulary_size: int, length: int, count: int, seed: int) -> 
 
 
 def by_engine(engine: Engine, prompts: Prompts, num_tokens: int) -> Run:
-    from kvd_infer.sampler import SamplingParams
-    from kvd_infer.sequence import Request
+    (run,) = by_engines([engine], prompts, num_tokens)
+    return run
 
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    tokens: list[list[int]] = [[] for _ in prompts]
-    arrivals: list[list[float]] = [[] for _ in prompts]
-    held_tokens = 0
-    start, cpu_start = time.perf_counter(), time.process_time()
-    for number, prompt in enumerate(prompts):
-        engine.add(Request(str(number), prompt, params))
-    while engine.has_work:
-        for output in engine.step():
-            tokens[int(output.request)] += [token.id for token in output.tokens]
-            arrivals[int(output.request)].append(time.perf_counter() - start)
-        held_tokens = max(held_tokens, _held_tokens(engine))
-    return Run(tokens, arrivals, time.process_time() - cpu_start, held_tokens)
+
+def by_engines(engines: Sequence[Engine], prompts: Prompts, num_tokens: int) -> list[Run]:
+    """The runs of several, which take turns step by step; each has a clock for its own steps."""
+    steppings = [_Stepping(engine, prompts, num_tokens) for engine in engines]
+    while any(each.engine.has_work for each in steppings):
+        for each in steppings:
+            each.step()
+        steppings.reverse()
+    return [each.run for each in sorted(steppings, key=lambda each: engines.index(each.engine))]
+
+
+class _Stepping:
+    """An engine's way through its prompts."""
+
+    def __init__(self, engine: Engine, prompts: Prompts, num_tokens: int) -> None:
+        from kvd_infer.sampler import SamplingParams
+        from kvd_infer.sequence import Request
+
+        self.engine = engine
+        self.run = Run([[] for _ in prompts], [[] for _ in prompts])
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            engine.add(Request(str(number), prompt, params))
+        self._seconds = 0.0
+
+    def step(self) -> None:
+        run = self.run
+        start, cpu_start = time.perf_counter(), time.process_time()
+        outputs = self.engine.step()
+        self._seconds += time.perf_counter() - start
+        run.cpu_seconds += time.process_time() - cpu_start
+        for output in outputs:
+            run.tokens[int(output.request)] += [token.id for token in output.tokens]
+            run.arrivals[int(output.request)].append(self._seconds)
+        run.held_tokens = max(run.held_tokens, _held_tokens(self.engine))
 
 
 def _held_tokens(engine: Engine) -> int:
@@ -142,7 +164,6 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, num_tokens: int) -> Ru
 
     ids = torch.tensor(prompts)
     times = _Times()
-    cpu_start = time.process_time()
     generate: Any = model.generate
     output = generate(
         ids,
@@ -152,7 +173,7 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, num_tokens: int) -> Ru
     )
     tokens = output[:, ids.shape[1] :].tolist()
     arrivals = [at - times.all[0] for at in times.all[1:]]
-    return Run(tokens, [arrivals] * len(prompts), time.process_time() - cpu_start)
+    return Run(tokens, [arrivals] * len(prompts))
 
 
 class _Times:
@@ -169,18 +190,20 @@ class _Times:
 
 
 def by_generate_batch(model: PreTrainedModel, prompts: Prompts, num_tokens: int) -> Run:
-    """Continuous batching of transformers, without the time to set it up; its memory just fits."""
+    """Continuous batching of transformers, without the time to set it up.
+
+    It has memory for twice what it needs: with less, it lets prompts wait for a margin.
+    """
     from transformers import ContinuousBatchingConfig
 
     pages = -(-(len(prompts[0]) + num_tokens) // PAGE_TOKENS) * len(prompts)
-    cpu_start = time.process_time()
     generate_batch: Any = model.generate_batch
     outputs = generate_batch(
         [list(prompt) for prompt in prompts],
         generation_config=_greedy(model, num_tokens),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
-            num_blocks=pages + 2,
+            num_blocks=2 * pages,
             max_batch_tokens=STEP_TOKENS,
             allow_block_sharing=False,
         ),
@@ -190,7 +213,7 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, num_tokens: int)
     start = min(output.created_time for output in outputs)
     arrivals = [[at - start for at in output.timestamps] for output in outputs]
     tokens = [output.generated_tokens for output in outputs]
-    return Run(tokens, arrivals, time.process_time() - cpu_start)
+    return Run(tokens, arrivals)
 
 
 def _greedy(model: PreTrainedModel, num_tokens: int) -> GenerationConfig:
