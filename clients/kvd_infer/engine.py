@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -103,8 +102,7 @@ class Engine:
         self.scheduler = Scheduler(
             client.open(model.identity, model.layout) if client else None, model.layout, limits
         )
-        # Tokens of sequences that were computed here, or were cached: by tier.
-        self.counts: Counter[str] = Counter()
+        self.num_computed = 0  # tokens, but for those of void steps
         self._tokenizer = tokenizer
         self._save_every = save_every
         self._num_added = 0
@@ -230,7 +228,7 @@ class Engine:
         for place, (part, _) in enumerate(begun):
             with self._void_ends(part.sequence):
                 part.sequence.written(part.num_tokens)
-                self.counts["computed"] += part.num_tokens
+                self.num_computed += part.num_tokens
                 if place in rows:
                     ready.append((part.sequence, rows[place]))
         return ready

@@ -74,6 +74,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.texts: dict[str, str] = defaultdict(str)
         self.reasons: dict[str, Reason] = {}
         self.cached: dict[str, int] = {}
 
@@ -82,6 +83,7 @@ class Heard:
             name = f"{output.request}/{output.sample}"
             assert name not in self.reasons, "nothing comes behind the end"
             self.tokens[name] += [token.id for token in output.tokens]
+            self.texts[name] += output.text
             self.cached[name] = output.cached_tokens
             if output.reason:
                 self.reasons[name] = output.reason

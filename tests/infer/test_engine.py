@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import BadRequest, UnknownSequence
@@ -98,7 +100,7 @@ def test_warm_engine_computes_the_last_token_alone(model: Model, client: Client)
     heard = run(engine, request)
     assert_as_alone(heard, request)
     assert heard.cached["one/0"] == 99
-    assert engine.counts["computed"] == 1 + STEPS - 1
+    assert engine.num_computed == 1 + STEPS - 1
 
 
 def test_generated_blocks_are_cached_too(model: Model, client: Client) -> None:
@@ -115,7 +117,7 @@ def test_shared_prefix_of_requests_that_come_together_is_computed_once(
     requests = [greedy(str(num), shared + ids(5, num), 1) for num in range(4)]
     engine = Engine(model, client, limits=Limits(step_tokens=64))
     assert_as_alone(run(engine, *requests), *requests)
-    assert engine.counts["computed"] == 10 * BLOCK + 4 * 5
+    assert engine.num_computed == 10 * BLOCK + 4 * 5
 
 
 def test_equal_seeds_draw_equal_tokens_whatever_the_batch(model: Model, client: Client) -> None:
@@ -134,6 +136,47 @@ def test_end_of_text_ends_a_sequence(model: Model, client: Client) -> None:
     assert heard.reasons["one/0"] == "stop"
 
 
+# --- text ---
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token of the tiny models."""
+    words = tokenizers.models.WordLevel({f"w{id}": id for id in range(256)}, unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+
+
+def test_text_ends_before_a_stop_string(
+    model: Model, client: Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    expected = alone(reference(), ids(40), STEPS)
+    words = [f"w{id}" for id in expected]
+    params = SamplingParams(max_tokens=STEPS, temperature=0, stop=(f"{words[4]} {words[5]}",))
+    heard = run(Engine(model, client, tokenizer=tokenizer), Request("one", ids(40), params))
+    assert heard.texts["one/0"] == " ".join(words[:4]) + " "
+    assert (heard.tokens["one/0"], heard.reasons["one/0"]) == (expected[:6], "stop")
+
+
+def test_text_of_a_resumed_sequence_is_whole(
+    model: Model, client: Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    saving(model, client, drawn("one", ids(40)), 12)
+    engine = Engine(model, client, tokenizer=tokenizer)
+    engine.resume("one/0")
+    heard = run(engine)
+    assert heard.texts["one/0"] == " ".join(f"w{id}" for id in heard.tokens["one/0"])
+
+
+def test_engine_without_a_tokenizer_resumes_none_that_needs_it(
+    model: Model, client: Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = Engine(model, client, tokenizer=tokenizer, save_every=1)
+    first.add(Request("one", ids(40), SamplingParams(max_tokens=STEPS, stop=("none",))))
+    first.step()
+    with pytest.raises(BadRequest, match="tokenizer"):
+        Engine(model, client).resume("one/0")
+
+
 # --- several samples ---
 
 
@@ -141,7 +184,7 @@ def test_samples_are_as_each_without_kvd(model: Model, client: Client) -> None:
     """A sample is drawn by seed and number alone, so that rows shared wrongly would show."""
     engine = Engine(model, client)
     forked = run(engine, drawn("one", ids(40), n=4))
-    assert engine.counts["computed"] == 40 + 4 * (STEPS - 1)
+    assert engine.num_computed == 40 + 4 * (STEPS - 1)
     assert forked.tokens == run(Engine(model), drawn("one", ids(40), n=4)).tokens
     assert len({tuple(tokens) for tokens in forked.tokens.values()}) == 4
 
@@ -386,7 +429,7 @@ def test_resumed_sequence_ends_as_if_nothing_had_been(
     heard = Heard()
     heard.take(second.step())
     assert len(heard.tokens["one/0"]) == 11
-    assert second.counts["computed"] == 1
+    assert second.num_computed == 1
     while second.has_work:
         heard.take(second.step())
     assert heard.tokens == run(Engine(model), request).tokens
@@ -406,7 +449,7 @@ def test_sequence_of_an_engine_that_was_killed_ends_as_if_it_had_not_been(
     engine = Engine(model, client)
     engine.resume("one/0")
     assert run(engine).tokens == run(Engine(model), request).tokens
-    assert engine.counts["computed"] == 14
+    assert engine.num_computed == 14
 
 
 def test_sequence_that_is_taken_ends_where_it_was(model: Model, client: Client) -> None:

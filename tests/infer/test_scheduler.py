@@ -204,10 +204,10 @@ class RandomRun:
         self.engine.cancel(request.id)
 
     def step(self) -> None:
-        before = self.engine.counts["computed"]
+        before = self.engine.num_computed
         self.heard.take(self.engine.step())
         scheduler = self.engine.scheduler
-        assert self.engine.counts["computed"] - before <= self.limits.step_tokens
+        assert self.engine.num_computed - before <= self.limits.step_tokens
         assert len(scheduler.running) <= self.limits.sequences
         assert all(sequence.rows is None for sequence in scheduler.waiting)
         under_way = {each for all in self.engine._requests.values() for each in all}
