@@ -103,10 +103,12 @@ def assert_as_alone(heard: Heard, *requests: Request, plain: PreTrainedModel | N
     """Each request has what `generate` makes of it alone; near-ties are judged token by token."""
     plain = plain or reference()
     for request in requests:
-        tokens, num_tokens = heard.tokens[f"{request.id}/0"], request.params.max_tokens
-        if tokens != alone(plain, request.tokens, num_tokens):
-            assert len(tokens) == num_tokens
-            assert_best(plain, request.tokens, tokens)
+        num_tokens = request.params.max_tokens
+        for sample in range(request.params.n):
+            tokens = heard.tokens[f"{request.id}/{sample}"]
+            if tokens != alone(plain, request.tokens, num_tokens):
+                assert len(tokens) == num_tokens
+                assert_best(plain, request.tokens, tokens)
 
 
 @cache
