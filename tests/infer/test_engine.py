@@ -14,11 +14,12 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvd.testing.daemons import running_daemon
-from kvd_client import BadRequest, UnknownSequence
+from kvd_client import BadRequest, Client, UnknownSequence
 from kvd_infer.engine import Engine
 from kvd_infer.sampler import SamplingParams
 from kvd_infer.scheduler import Limits
 from kvd_infer.sequence import Request
+from tests.e2e.support import eventually
 from tests.infer.conftest import PATIENCE_SECONDS, attached
 from tests.infer.engines import (
     BLOCK,
@@ -39,7 +40,6 @@ from tests.infer.runs import At
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
-    from kvd_client import Client
     from kvd_infer.model import Model
 
 RAGGED = (1, 2, 15, 16, 17, 33, 100)
@@ -370,6 +370,32 @@ def test_daemon_killed_in_a_step_changes_nothing(
         engine = Engine(model, client, limits=Limits(step_tokens=64))
         assert_as_alone(run(engine, *requests), *requests)
         hook.close()
+
+
+def test_frozen_daemon_costs_one_deadline(
+    model: Model, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.3)
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    with Client(daemon.endpoint, timeout=0.3) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        hook = at_layer(model, 2, daemon.pause)
+        engine = Engine(model, client, limits=Limits(step_tokens=64))
+        assert_as_alone(run(engine, *requests), *requests)
+        hook.close()
+        daemon.resume()
+        eventually(lambda: client.attached)
+        assert_as_alone(run(engine, *requests), *requests)
+        assert_all_given_back(engine.namespace)
+
+
+def test_blocks_dropped_in_a_step_change_nothing(model: Model, client: Client) -> None:
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    engine = Engine(model, client, limits=Limits(step_tokens=64))
+    hook = at_layer(model, 2, engine.namespace.drop)
+    assert_as_alone(run(engine, *requests), *requests)
+    hook.close()
+    assert_all_given_back(engine.namespace)
 
 
 def test_daemon_restarted_between_two_steps_changes_nothing(
