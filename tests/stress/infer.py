@@ -46,8 +46,9 @@ def infer(stress: Stress) -> None:
             stress.expect("reason=" not in daemon.log, f"the daemon failed: {daemon.log}")
         engines.audit(daemon)
     engines.judge()
-    least = {"resumed": 1, "preempted": stress.pick(1, 0), "cancelled": 1, "length": 10}
-    stress.expect_at_least(least)
+    # In a short run the one or the other may come too late.
+    least = stress.pick(1, 0)
+    stress.expect_at_least({"length": 10, "resumed": least, "preempted": least, "cancelled": least})
 
 
 def settings(num_pages: int) -> dict[str, Any]:
