@@ -20,11 +20,12 @@ from kvd_infer.sampler import SamplingParams
 from kvd_infer.sequence import Request
 from tests.e2e.support import SESSIONS, capacity_of, eventually
 from tests.infer.conftest import PATIENCE_SECONDS, plain_logits, tolerance_of
-from tests.infer.runs import num_leases, prompt
+from tests.infer.runs import prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvd.protocol.messages import StatusReply
     from kvd_client import Namespace
     from kvd_infer.engine import Output, Reason
 
@@ -134,11 +135,13 @@ def assert_best(plain: PreTrainedModel, tokens: tuple[int, ...], generated: list
 
 
 def assert_all_given_back(namespace: Namespace) -> None:
-    """The engines are idle: no lease is left, and no page is but free or committed."""
-    assert num_leases(namespace) == 0
-    eventually(lambda: set(_used(namespace)) <= {"committed", "free", "unbacked"})
+    """The engines are idle: nobody has a lease, and no page is but free or committed."""
+    assert namespace.client.wait_attached(PATIENCE_SECONDS)
+    eventually(lambda: _is_given_back(namespace.client.status()))
 
 
-def _used(namespace: Namespace) -> list[str]:
-    tier, *_ = namespace.client.status().tiers
-    return [state for state, num_pages in tier.pages.items() if num_pages]
+def _is_given_back(status: StatusReply) -> bool:
+    tier, *_ = status.tiers
+    used = {state for state, num_pages in tier.pages.items() if num_pages}
+    has_leases = any(session.num_leases for session in status.sessions)
+    return not has_leases and used <= {"committed", "free", "unbacked"}
