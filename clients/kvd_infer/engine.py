@@ -103,7 +103,7 @@ class Engine:
         self.scheduler = Scheduler(
             client.open(model.identity, model.layout) if client else None, model.layout, limits
         )
-        self.num_computed = 0  # tokens whose KV was computed here
+        self.num_computed = 0  # tokens, but for those of void steps
         self._tokenizer = tokenizer
         self._save_every = save_every
         self._num_added = 0

@@ -67,11 +67,19 @@ class Model:
             raise BadRequest(f"{path} has no *.safetensors: give the folder of a local model")
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise BadRequest(f"the model in {path} cannot be loaded: {error}") from error
+        model, info = loaded
+        if missing := info["missing_keys"]:  # which would be random
+            raise BadRequest(f"the model in {path} has no {', '.join(sorted(missing))}")
         return cls(model)
 
     @torch.no_grad()

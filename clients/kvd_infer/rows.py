@@ -104,7 +104,7 @@ class Rows:
         Tokens for which there is no page soon, and all behind them, lie in private memory.
         """
         self._check()
-        self._pages_end = not self.reserve(stop, RESERVE_SECONDS) or self._pages_end
+        self._reserve_or_end(stop)
         return self._views(self.length, stop, for_writing=True), self._views(0, stop)
 
     def written(self, stop: int) -> None:
@@ -185,12 +185,17 @@ class Rows:
             views += self._memory.tensors(max(start - capacity, 0), stop - capacity)
         return views
 
+    def _reserve_or_end(self, num_tokens: int) -> None:
+        """Have pages for so many tokens; without them, none behind gets one any more."""
+        if not self.reserve(num_tokens, RESERVE_SECONDS):
+            self._pages_end = True
+
     def _move(self, num_tokens: int) -> None:
         """Hold the first tokens in a lease that can be written behind them."""
         old = self._lease
         assert old is not None, "only pages are never written again"
         self._take(self._match(self._tokens))
-        self._pages_end = not self.reserve(num_tokens, RESERVE_SECONDS)
+        self._reserve_or_end(num_tokens)
         _copy(
             old.read_tensors(self.length, num_tokens),
             self._views(self.length, num_tokens, for_writing=True),

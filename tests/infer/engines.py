@@ -20,11 +20,12 @@ from kvd_infer.sampler import SamplingParams
 from kvd_infer.sequence import Request
 from tests.e2e.support import SESSIONS, capacity_of, eventually
 from tests.infer.conftest import PATIENCE_SECONDS, plain_logits, tolerance_of
-from tests.infer.runs import num_leases, prompt
+from tests.infer.runs import prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvd.protocol.messages import StatusReply
     from kvd_client import Namespace
     from kvd_infer.engine import Output, Reason
 
@@ -74,6 +75,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.texts: dict[str, str] = defaultdict(str)
         self.reasons: dict[str, Reason] = {}
         self.cached: dict[str, int] = {}
 
@@ -82,6 +84,7 @@ class Heard:
             name = f"{output.request}/{output.sample}"
             assert name not in self.reasons, "nothing comes behind the end"
             self.tokens[name] += [token.id for token in output.tokens]
+            self.texts[name] += output.text
             self.cached[name] = output.cached_tokens
             if output.reason:
                 self.reasons[name] = output.reason
@@ -101,10 +104,12 @@ def assert_as_alone(heard: Heard, *requests: Request, plain: PreTrainedModel | N
     """Each request has what `generate` makes of it alone; near-ties are judged token by token."""
     plain = plain or reference()
     for request in requests:
-        tokens, num_tokens = heard.tokens[f"{request.id}/0"], request.params.max_tokens
-        if tokens != alone(plain, request.tokens, num_tokens):
-            assert len(tokens) == num_tokens
-            assert_best(plain, request.tokens, tokens)
+        num_tokens = request.params.max_tokens
+        for sample in range(request.params.n):
+            tokens = heard.tokens[f"{request.id}/{sample}"]
+            if tokens != alone(plain, request.tokens, num_tokens):
+                assert len(tokens) == num_tokens
+                assert_best(plain, request.tokens, tokens)
 
 
 @cache
@@ -130,18 +135,13 @@ def assert_best(plain: PreTrainedModel, tokens: tuple[int, ...], generated: list
 
 
 def assert_all_given_back(namespace: Namespace) -> None:
-    """The engines are idle: no lease is left, and no page is but free or committed."""
-    eventually(lambda: _is_attached(namespace))
-    assert num_leases(namespace) == 0
-    eventually(lambda: set(_used(namespace)) <= {"committed", "free", "unbacked"})
+    """The engines are idle: nobody has a lease, and no page is but free or committed."""
+    assert namespace.client.wait_attached(PATIENCE_SECONDS)
+    eventually(lambda: _is_given_back(namespace.client.status()))
 
 
-def _is_attached(namespace: Namespace) -> bool:
-    """Whether the client knows which daemon there is now."""
-    session, status = namespace.client.connection.core.session, namespace.client.status()
-    return session is not None and session.name in {each.session for each in status.sessions}
-
-
-def _used(namespace: Namespace) -> list[str]:
-    tier, *_ = namespace.client.status().tiers
-    return [state for state, num_pages in tier.pages.items() if num_pages]
+def _is_given_back(status: StatusReply) -> bool:
+    tier, *_ = status.tiers
+    used = {state for state, num_pages in tier.pages.items() if num_pages}
+    has_leases = any(session.num_leases for session in status.sessions)
+    return not has_leases and used <= {"committed", "free", "unbacked"}

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvd.testing.daemons import running_daemon
-from kvd_client import BadRequest, UnknownSequence
+from kvd_client import BadRequest, Client, UnknownSequence
 from kvd_infer.engine import Engine
 from kvd_infer.sampler import SamplingParams
 from kvd_infer.scheduler import Limits
 from kvd_infer.sequence import Request
+from tests.e2e.support import eventually
 from tests.infer.conftest import PATIENCE_SECONDS, attached
 from tests.infer.engines import (
     BLOCK,
@@ -37,7 +40,6 @@ from tests.infer.runs import At
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
-    from kvd_client import Client
     from kvd_infer.model import Model
 
 RAGGED = (1, 2, 15, 16, 17, 33, 100)
@@ -132,6 +134,47 @@ def test_end_of_text_ends_a_sequence(model: Model, client: Client) -> None:
     expected = alone(reference(), ids(40), STEPS)
     assert heard.tokens["one/0"] == expected[: expected.index(fifth) + 1]
     assert heard.reasons["one/0"] == "stop"
+
+
+# --- text ---
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token of the tiny models."""
+    words = tokenizers.models.WordLevel({f"w{id}": id for id in range(256)}, unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+
+
+def test_text_ends_before_a_stop_string(
+    model: Model, client: Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    expected = alone(reference(), ids(40), STEPS)
+    words = [f"w{id}" for id in expected]
+    params = SamplingParams(max_tokens=STEPS, temperature=0, stop=(f"{words[4]} {words[5]}",))
+    heard = run(Engine(model, client, tokenizer=tokenizer), Request("one", ids(40), params))
+    assert heard.texts["one/0"] == " ".join(words[:4]) + " "
+    assert (heard.tokens["one/0"], heard.reasons["one/0"]) == (expected[:6], "stop")
+
+
+def test_text_of_a_resumed_sequence_is_whole(
+    model: Model, client: Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    saving(model, client, drawn("one", ids(40)), 12)
+    engine = Engine(model, client, tokenizer=tokenizer)
+    engine.resume("one/0")
+    heard = run(engine)
+    assert heard.texts["one/0"] == " ".join(f"w{id}" for id in heard.tokens["one/0"])
+
+
+def test_engine_without_a_tokenizer_resumes_none_that_needs_it(
+    model: Model, client: Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = Engine(model, client, tokenizer=tokenizer, save_every=1)
+    first.add(Request("one", ids(40), SamplingParams(max_tokens=STEPS, stop=("none",))))
+    first.step()
+    with pytest.raises(BadRequest, match="tokenizer"):
+        Engine(model, client).resume("one/0")
 
 
 # --- several samples ---
@@ -327,6 +370,32 @@ def test_daemon_killed_in_a_step_changes_nothing(
         engine = Engine(model, client, limits=Limits(step_tokens=64))
         assert_as_alone(run(engine, *requests), *requests)
         hook.close()
+
+
+def test_frozen_daemon_costs_one_deadline(
+    model: Model, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.3)
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    with Client(daemon.endpoint, timeout=0.3) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        hook = at_layer(model, 2, daemon.pause)
+        engine = Engine(model, client, limits=Limits(step_tokens=64))
+        assert_as_alone(run(engine, *requests), *requests)
+        hook.close()
+        daemon.resume()
+        eventually(lambda: client.attached)
+        assert_as_alone(run(engine, *requests), *requests)
+        assert_all_given_back(engine.namespace)
+
+
+def test_blocks_dropped_in_a_step_change_nothing(model: Model, client: Client) -> None:
+    requests = [greedy(str(num), ids(num)) for num in RAGGED]
+    engine = Engine(model, client, limits=Limits(step_tokens=64))
+    hook = at_layer(model, 2, engine.namespace.drop)
+    assert_as_alone(run(engine, *requests), *requests)
+    hook.close()
+    assert_all_given_back(engine.namespace)
 
 
 def test_daemon_restarted_between_two_steps_changes_nothing(

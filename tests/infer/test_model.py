@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
@@ -150,6 +151,15 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         Model.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(BadRequest, match="cannot be loaded"):
+        Model.load(tmp_path)
+
+
+def test_folder_that_lacks_weights_is_refused(one_thread: None, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadRequest, match=r"no model\.layers\.1\.mlp\.down_proj"):
         Model.load(tmp_path)
 
 

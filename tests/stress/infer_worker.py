@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvd_infer.engine import Output
 
 GOES_ON = "-"
-LIMITS = Limits(step_tokens=256, sequences=8)
+LIMITS = Limits(step_tokens=256, sequences=6)
 SAVE_EVERY = 4
 MAX_PROMPT, MAX_SHARED, MAX_GENERATED = 1800, 1000, 200
 NUM_FAMILIES = 5
