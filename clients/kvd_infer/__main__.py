@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 from kvd_client import KvdError
@@ -66,8 +65,11 @@ def generate(
     Ctrl-C ends it where it stands.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    with _commands() as commands:
-        params = commands.SamplingParams(
+    with _complaints():
+        from kvd_infer import commands
+        from kvd_infer.sampler import SamplingParams
+
+        params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         with commands.open_model(model, endpoint, not no_kvd) as opened:
@@ -95,20 +97,18 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as clients of OpenAI's API know it, until SIGTERM or Ctrl-C."""
     name = served_name or model.resolve().name
-    with (
-        _commands() as commands,
-        commands.open_model(model, endpoint, not no_kvd, max_requests) as opened,
-    ):
-        commands.serve(opened, name, host, port, grace)
+    with _complaints():
+        from kvd_infer import commands
+
+        with commands.open_model(model, endpoint, not no_kvd, max_requests) as opened:
+            commands.serve(opened, name, host, port, grace)
 
 
 @contextmanager
-def _commands() -> Iterator[ModuleType]:
-    """What does the work, and takes seconds to import; what goes wrong is said in one line."""
+def _complaints() -> Iterator[None]:
+    """What goes wrong is said in one line; what takes seconds to import is so within."""
     try:
-        from kvd_infer import commands
-
-        yield commands
+        yield
     except ModuleNotFoundError as error:
         sys.exit(f"kvd-infer: {error}: install kvd[serve]")
     except KvdError as error:

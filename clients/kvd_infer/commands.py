@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from transformers.utils import logging
@@ -18,9 +19,11 @@ from kvd_infer.engine import Engine, Output, Reason
 from kvd_infer.model import Model
 from kvd_infer.prompts import Prompts
 from kvd_infer.router import Router
-from kvd_infer.sampler import SamplingParams  # noqa: TC001 - also for who calls `generate`
 from kvd_infer.server.app import Service
 from kvd_infer.server.run import Server, listen
+
+if TYPE_CHECKING:
+    from kvd_infer.sampler import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,4 +100,5 @@ class _Characters:
 
 def _num_begun(text: str, stop: Sequence[str]) -> int:
     """Characters at the end of the text with which a stop string may have begun."""
-    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    lengths = ((s, n) for s in stop for n in range(1, min(len(s), len(text) + 1)))
+    return max((n for s, n in lengths if text.endswith(s[:n])), default=0)

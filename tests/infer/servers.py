@@ -74,6 +74,7 @@ class RunningServer:
     def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
         """Wait until it is ready."""
         self.process = process
+        self.is_stopping = False
         self._log_path = log_path
         assert process.stdout is not None
         ready = process.stdout.readline()
@@ -95,6 +96,7 @@ class RunningServer:
         return self.http.get("/health").json()
 
     def signal(self, number: Signals = SIGTERM) -> None:
+        self.is_stopping = True
         self.process.send_signal(number)
 
     def close(self) -> None:
@@ -114,7 +116,8 @@ def running_servers(folder: Path, logs: Path, *options: list[str]) -> Iterator[l
             servers.append(RunningServer(process, logs / f"server-{number}.log"))
         yield servers
         for server in servers:
-            server.signal()
+            if not server.is_stopping:  # or a second signal would end what it still does
+                server.signal()
             assert server.process.wait(PATIENCE_SECONDS) == 0, server.log
     finally:
         for server in servers:

@@ -16,7 +16,7 @@ import pytest
 
 from kvd.testing.daemons import running_daemon
 from tests.e2e.support import eventually
-from tests.infer.conftest import SETTINGS
+from tests.infer.conftest import SETTINGS, attached
 from tests.infer.servers import NAME, PROMPT, ids_of, plain_text, running_servers
 
 if TYPE_CHECKING:
@@ -150,6 +150,11 @@ def test_an_answer_ends_before_a_stop_string(server: RunningServer, expected: st
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_long_stop_string_holds_nothing_up(server: RunningServer, expected: str) -> None:
+    answer = server.openai.completions.create(**GREEDY, prompt=PROMPT, stop="x" * 1_000_000)
+    assert answer.choices[0].text == expected
+
+
 def test_logprobs_of_a_completion_tell_of_each_token(server: RunningServer) -> None:
     answer = server.openai.completions.create(**GREEDY, prompt=PROMPT, logprobs=2)
     told = answer.choices[0].logprobs
@@ -276,11 +281,16 @@ def test_another_model_is_not_found(server: RunningServer) -> None:
 # --- clients that go, kvds that go, servers that go ---
 
 
-def test_a_stream_that_nobody_reads_any_more_ends(server: RunningServer) -> None:
+def test_a_stream_that_nobody_reads_any_more_ends(
+    server: RunningServer, kvd: RunningDaemon
+) -> None:
     stream, _ = begun(server)
     assert server.health["requests"] == 1
-    stream.close()
-    eventually(lambda: server.health["requests"] == 0)
+    with attached(kvd) as client:
+        assert len(client.leases().leases) == 1
+        stream.close()
+        eventually(lambda: server.health["requests"] == 0)
+        eventually(lambda: not client.leases().leases)
 
 
 def test_a_request_that_nobody_waits_for_ends(server: RunningServer) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvd_infer.prompts import Prompts
     from kvd_infer.router import Router, Stream
 
+R = TypeVar("R", bound=CompletionRequest)
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -96,15 +97,20 @@ class Service:
     # --- completions ---
 
     async def _complete_text(self, request: Request) -> Response:
-        asked = read(await _body(request), TextRequest)
+        asked = await self._asked(request, TextRequest)
         ids = await asyncio.to_thread(self._ids_of_prompts, asked.prompts)
         return await self._answer(request, asked, ids, TextAnswer(asked, self._prompts.tokenizer))
 
     async def _complete_chat(self, request: Request) -> Response:
-        asked = read(await _body(request), ChatRequest)
+        asked = await self._asked(request, ChatRequest)
         messages = [message.for_template() for message in asked.messages]
         ids = await asyncio.to_thread(self._prompts.of_chat, messages)
         return await self._answer(request, asked, [ids], ChatAnswer(asked, self._prompts.tokenizer))
+
+    async def _asked(self, request: Request, kind: type[R]) -> R:
+        asked = read(await _body(request), kind)
+        self._check_model(asked.model)
+        return asked
 
     def _ids_of_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
         return [self._prompts.of_text(each) if isinstance(each, str) else each for each in prompts]
@@ -112,7 +118,6 @@ class Service:
     async def _answer(
         self, request: Request, asked: CompletionRequest, prompts: list[list[int]], answer: Answer
     ) -> Response:
-        self._check_model(asked.model)
         tally = _Tally(sum(map(len, prompts)))
         pieces = _pieces(self._submit(asked, prompts), tally)
         if not asked.stream:
