@@ -137,7 +137,8 @@ class Manager:
     """The cache of one daemon: one memory tier, the stores below it, and what is known of both.
 
     `changed` tells that there are new blocks, or a store that works again; `unsummed` are pages of
-    blocks that have no checksum yet, by arena.
+    blocks that have no checksum yet, by arena. `trouble` says in words why memory is of no use to
+    who comes.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Manager:
         self.arenas: dict[int, TierArena] = {}
         self.changed = changed
         self.unsummed: deque[tuple[int, Pages]] = deque()
+        self.trouble = ""
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
         # Work for the tier's thread, one after the other: memory is taken before it is given.
@@ -571,7 +573,7 @@ class Manager:
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""
-        memory = memory_status(self._tier.tier, self.arenas.values(), self.state)
+        memory = memory_status(self._tier.tier, self.arenas.values(), self.state, self.trouble)
         return (memory, *(store_status(actor, self.state) for actor in self._stores))
 
     # --- carrying out ---
