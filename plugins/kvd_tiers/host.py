@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
+LEAST_CAPACITY = 64 << 10
 SMALL_BYTES = 1 << 30
 SUFFIXES = (".arena", ".pages", ".about", ".shelf")
 # Other people's files may have such suffixes, too.
@@ -123,6 +124,11 @@ class HostTier(MemoryTier):
             raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
         size = _file_system_bytes(self.directory)
         self.capacity_bytes = config.capacity_bytes or min(size // 4, DEFAULT_CAPACITY)
+        if 0 < config.capacity_bytes < LEAST_CAPACITY:
+            raise ConfigError(
+                f"tiers, type host: a capacity of {format_bytes(config.capacity_bytes)} has room "
+                f"for nothing: set capacity_bytes to {format_bytes(LEAST_CAPACITY)} at least"
+            )
         if self.capacity_bytes > size:
             raise ConfigError(
                 f"tiers, type host: a capacity of {format_bytes(self.capacity_bytes)} does not fit "
