@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
+from msgspec.structs import replace
 
 from kvd.arena.about import read_about
 from kvd.config import CacheConfig, LimitConfig
-from kvd.protocol.errors import LimitExceeded, TierFailed
+from kvd.protocol.errors import BadRequest, LimitExceeded, TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
@@ -17,6 +19,9 @@ from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import LAYOUT, PAGE_FIRST, tokens_of
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +59,11 @@ async def test_the_tier_is_closed_when_all_that_was_submitted_is_done(
     (store,) = tier.stores()
     assert sum(map(len, store.scan())) == 2
     tier.close()
+
+
+def stems(directory: Path) -> set[str]:
+    """What arenas there are."""
+    return {path.stem for path in directory.glob("*.arena")}
 
 
 def scanned(store: Store) -> list[Any]:
@@ -187,3 +197,49 @@ async def test_where_unknown_records_have_all_the_room_nothing_known_makes_room_
         with pytest.raises(TierFailed):
             await cache.mover.checkpoint()
         assert cache.num_on_disk == 4
+
+
+@pytest.mark.parametrize(
+    "layout", [replace(LAYOUT, num_layers=1 << 15), replace(LAYOUT, num_planes=1, head_size=1)]
+)
+async def test_a_layout_that_cannot_be_takes_no_others_place(start: Any, layout: Layout) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(layouts=1)
+        await cache.store(TOKENS, on_disk=True)
+        cache.manager.close_namespace(1, cache.space.id)
+        with pytest.raises(BadRequest):
+            await cache.open(layout)
+        assert (cache.num_blocks(), cache.num_on_disk, len(cache.keys_on_disk())) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(("layout", "arena"), [(LAYOUT, 1), (PAGE_FIRST, 2)])
+async def test_a_namespace_of_which_no_note_can_be_takes_no_others_place(
+    start: Any,
+    shm: Path,  # noqa: F811
+    layout: Layout,
+    arena: int,
+) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(layouts=1, namespaces=1)
+        await cache.store(TOKENS, on_disk=True)
+        cache.manager.close_namespace(1, cache.space.id)
+        (shm / f"{1:016x}-{arena}.about.new").mkdir()
+        with pytest.raises(TierFailed):
+            await cache.open(layout, salt="second")
+        assert (cache.num_blocks(), cache.num_on_disk, len(cache.keys_on_disk())) == (4, 4, 4)
+        assert stems(shm) == {f"{1:016x}-1"}
+
+
+async def test_what_took_a_place_is_known_to_the_next_start(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(layouts=1)
+        await cache.store(TOKENS)
+        cache.manager.close_namespace(1, cache.space.id)
+        await cache.open(PAGE_FIRST)
+        await cache.manager.in_order(anyio.sleep, 0)
+        (stem,) = stems(shm)
+        about = read_about(shm / f"{stem}.about")
+        assert about.namespaces == {cache.space.id: cache.space.info}

@@ -235,9 +235,11 @@ class Machine(RuleBasedStateMachine):
         try:
             self.model.make_place(for_arena=for_arena)
         except Refused as refused:
-            with pytest.raises(ERRORS[refused.kind]):
-                self.state.make_place(for_arena=for_arena)
+            for refuse in (self.state.check_can_make_place, self.state.make_place):
+                with pytest.raises(ERRORS[refused.kind]):
+                    refuse(for_arena=for_arena)
             return False
+        self.state.check_can_make_place(for_arena=for_arena)
         plan = self.state.make_place(for_arena=for_arena)
         self.books.carry_out(plan)
         self.check_forgotten(plan, names.keys() - self.names().keys())

@@ -18,6 +18,7 @@ from kvd.protocol.messages import CheckpointRequest, ErrorReply
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import DaemonUnavailable, DeadlineExceeded, TierFailed
+from kvd_client.client import Client
 from tests.actors.wire import Wire, packed
 from tests.e2e.support import (
     BLOCK,
@@ -32,7 +33,7 @@ from tests.e2e.support import (
 
 if TYPE_CHECKING:
     from kvd_client import TierStatus
-    from kvd_client.client import Client, Namespace
+    from kvd_client.client import Namespace
 
 TOKENS = tokens_of(1, 8)
 LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
@@ -233,3 +234,16 @@ def test_a_disk_that_takes_nothing_fails_a_checkpoint_and_nothing_else(
     set_faults(data_of(daemon), Faults.NONE)
     eventually(lambda: not disk_of(client).trouble)
     assert client.checkpoint(timeout=PATIENCE_SECONDS) == 8
+
+
+def test_removed_files_in_memory_are_told_of_until_a_start(
+    daemon: RunningDaemon, client: Client
+) -> None:
+    shutil.rmtree(daemon.directory)
+    eventually(lambda: client.status().tiers[0].trouble)
+    with Client(daemon.endpoint) as other, pytest.raises(DaemonUnavailable, match="no room"):
+        other.sequences()
+    assert daemon.log.count("reason=header_removed") == 1
+    daemon.restart()
+    assert client.wait_attached(PATIENCE_SECONDS)
+    assert not client.status().tiers[0].trouble
