@@ -58,14 +58,17 @@ PREFETCH_SECONDS = 60.0
 MAX_PREFETCHES = 32
 # So many promotions at once from one store, each of which holds pages; others wait without.
 MAX_PROMOTIONS = 2
+# So much of one store is waited for at once; what is more is a miss.
+MAX_WORKS = 256
 # After a fault in the background, so long until the next try.
 FAULT_PAUSE_SECONDS = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Something that matches wait for, done once for all of them."""
+    """Something that matches wait for, of a tier, done once for all of them."""
 
+    tier: int
     done: anyio.Event = field(default_factory=anyio.Event)
     is_good: bool = False
 
@@ -263,6 +266,8 @@ class Mover:
                     break
                 before = space.tree.find(tokens).total_blocks
                 work = self._work(space, tokens, lacking)
+                if work is None:
+                    break
                 await work.done.wait()
                 num_blocks = space.tree.find(tokens).total_blocks - before
                 if lacking.keys and num_blocks > 0:
@@ -286,12 +291,18 @@ class Mover:
         finally:
             self._num_prefetching -= 1
 
-    def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work:
-        """What brings some of what is lacking, begun now or under way already."""
+    def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work | None:
+        """What brings some of what is lacking, begun now or under way already.
+
+        None where too much waits for a store: it outlives who asked, each with its tokens.
+        """
         name = lacking.keys[0] if lacking.keys else (space.arena.id, int(lacking.pages[0]))
         work = self._works.get(name)
         if work is None:
-            work = self._works[name] = _Work()
+            waiting = sum(each.tier == lacking.tier for each in self._works.values())
+            if lacking.keys and waiting >= MAX_WORKS:
+                return None
+            work = self._works[name] = _Work(lacking.tier)
             self._tasks.start_soon(self._bring, name, space, tokens, lacking, work)
         return work
 

@@ -34,6 +34,8 @@ Ts = TypeVarTuple("Ts")
 # A store that failed is tried again after the first of these, and later at most after the second.
 FIRST_PAUSE_SECONDS = 1.0
 LAST_PAUSE_SECONDS = 60.0
+# A tier that serves and of whose calls none returned for so long is done without until one does.
+SILENT_SECONDS = 5.0
 # So many reads at once; the writer is one more.
 NUM_READERS = 2
 # Beside its records a store has what its namespaces are, by their keys.
@@ -128,6 +130,7 @@ class StoreActor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._recover)
+                tasks.start_soon(self._listen)
                 task_status.started()
                 while not self._is_closing or self._jobs:
                     await self._new_job.wait()
@@ -380,6 +383,15 @@ class StoreActor:
             self.state.may_read = False
         self._failed.set()
 
+    async def _listen(self) -> None:
+        """Note that a tier hangs, which raises nothing; that it does no more is seen as ever."""
+        while True:
+            await anyio.sleep(SILENT_SECONDS / 8)
+            for patience in (self._reading, self._writing):
+                if not self.is_off and (seconds := patience.silent_seconds) > SILENT_SECONDS:
+                    error = TierFailed(f"tier {self.name} has not answered for {seconds:.0f} s")
+                    self._note(error, reads=patience is self._reading)
+
     async def _recover(self) -> None:
         """After a failure, see again and again whether it works."""
         while True:
@@ -398,7 +410,7 @@ class StoreActor:
         jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
         for job in jobs:
             await job.done.wait()
-        works = all(job.error is None for job in jobs)
+        works = all(job.error is None for job in jobs) and await self._can_be_read()
         if works and not self.state.may_write:
             # Layouts that have a store go on, whatever becomes of the others.
             self.state.may_write = self.state.may_read = True
@@ -406,3 +418,11 @@ class StoreActor:
         for job in [self._submit_prepare(info) for info in list(self._unprepared.values())]:
             await job.done.wait()
         return works and not self._unmade
+
+    async def _can_be_read(self) -> bool:
+        try:
+            for store in self.stores if not self.state.may_read else ():
+                await self.read(lambda each: each.notes(), store)
+        except TierFailed:
+            return False
+        return True

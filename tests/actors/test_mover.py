@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -9,9 +11,11 @@ import pytest
 from anyio import create_task_group
 
 from kvd.arena.checksum import block_checksums
-from tests.actors.stored import TOKENS
+from kvd.testing.faults import Faults, set_faults
+from tests.actors.stored import FAULTY, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.actors.wire import packed
+from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import BLOCK, PATIENCE_SECONDS, tokens_of
 
 if TYPE_CHECKING:
@@ -61,3 +65,25 @@ async def test_a_promotion_waits_for_memory_that_is_on_its_way(
             await until(lambda: cache.counters["reserves_short"] == 3)
             may_go_on.set()
             await until(lambda: cache.counters["blocks_promoted"] == len(TOKENS) // BLOCK)
+
+
+async def test_of_what_waits_for_a_store_that_hangs_no_more_is_kept_than_is_allowed(
+    start: Any,
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.actors.mover.MAX_WORKS", 3)
+    async with start(ON_DEMAND, FAULTY) as cache, create_task_group() as tasks:
+        prompts = [tokens_of(seed, 1) for seed in range(1, 6)]
+        for tokens in prompts:
+            await cache.store(tokens)
+        await cache.mover.checkpoint()
+        cache.forget_memory()
+        set_faults(shm, Faults.STUCK)
+        for tokens in prompts[:3]:
+            tasks.start_soon(cache.mover.prepare, cache.space, packed(tokens), PATIENCE_SECONDS)
+        await until(lambda: len(cache.mover._works) == 3)
+        for tokens in prompts[3:]:
+            assert await cache.mover.prepare(cache.space, packed(tokens), math.inf) == {}
+        set_faults(shm, Faults.NONE)
+    assert cache.counters["blocks_promoted"] == 3

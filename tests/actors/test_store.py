@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import create_task_group
 
 from kvd.arena.about import read_about
 from kvd.config import CacheConfig, LimitConfig
@@ -13,10 +15,11 @@ from kvd.protocol.errors import LimitExceeded, TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
-from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
+from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, STORE, TOKENS
 from tests.actors.waiting import until
+from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import LAYOUT, PAGE_FIRST
+from tests.e2e.support import LAYOUT, PAGE_FIRST, PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -173,3 +176,41 @@ async def test_a_namespace_that_is_refused_takes_no_others_place(start: Any) -> 
         with pytest.raises(LimitExceeded):
             await cache.open(salt="one too many")
         assert state.find_namespace(first.key) is first
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_tier_whose_reads_hang_is_a_miss_and_in_trouble_until_they_return(
+    start: Any,
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache, create_task_group() as tasks:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        set_faults(shm, Faults.STUCK)
+        tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
+        with monkeypatch.context() as hasty:
+            hasty.setattr("kvd.actors.store.SILENT_SECONDS", 0.01)
+            await until(lambda: "has not answered" in cache.manager.tier_status()[STORE].trouble)
+        assert cache.manager.state.lacking(cache.space, packed(TOKENS)) is None
+        set_faults(shm, Faults.NONE)
+        await until(lambda: cache.counters["blocks_promoted"] == 4)
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.state.may_read
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_tier_whose_writes_hang_is_read_still_and_written_when_they_return(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as cache:
+        await cache.store(TOKENS, on_disk=True)
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        with monkeypatch.context() as hasty:
+            hasty.setattr("kvd.actors.store.SILENT_SECONDS", 0.01)
+            await until(lambda: "has not answered" in cache.actor.trouble)
+        assert (cache.actor.state.may_write, cache.actor.state.may_read) == (False, True)
+        go.set()
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.state.may_write
