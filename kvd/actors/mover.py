@@ -199,7 +199,7 @@ class Mover:
 
         When it returns they survive a power loss, with the saved sequences, and what was dropped
         before stays dropped. All is tried beside each other, however long one of them takes; raises
-        the first error.
+        the first error, and TierFailed where blocks have no copy since later ones took their room.
         """
         before = self._state.counters["blocks_demoted"]
         errors: list[KvdError] = []
@@ -210,13 +210,15 @@ class Mover:
             except KvdError as error:
                 errors.append(error)
 
+        surviving = [actor for actor in self._stores if actor.tier.survives]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(tried, self._sequences.checkpoint)
-            for actor in self._stores:
-                if actor.tier.survives:
-                    tasks.start_soon(tried, self._save_all, actor)
+            for actor in surviving:
+                tasks.start_soon(tried, self._save_all, actor)
         for error in errors:
             raise error
+        if count := self._state.stores.num_without_room([actor.state for actor in surviving]):
+            raise TierFailed(f"{count} blocks have no room in the tiers that survive")
         return self._state.counters["blocks_demoted"] - before
 
     async def _checkpoint_by_time(self) -> None:

@@ -125,11 +125,26 @@ class Stores:
                         space.tree.admit(node, store.tier)
 
     def num_unsaved_bytes(self, store: StoreState) -> int:
-        """What is in memory and waits for a copy; locked or not."""
+        """What is in memory and waits for a copy, locked or not, or lost it for want of room."""
         return sum(
-            sum(node.num_blocks for node in space.tree.unsaved[store.tier])
-            * space.arena.layout.page_bytes
+            node.num_blocks * space.arena.layout.page_bytes
             for space in self._memory.spaces()
+            for node in (*space.tree.unsaved[store.tier], *space.tree.let_go[store.tier])
+        )
+
+    def num_without_room(self, stores: Sequence[StoreState]) -> int:
+        """Blocks in memory whose copies made room for others, and that none of these has now."""
+        tiers = [store.tier for store in stores]
+        let_go = {
+            node
+            for space in self._memory.spaces()
+            for tier in tiers
+            for node in space.tree.let_go[tier]
+        }
+        return sum(
+            node.num_blocks
+            for node in let_go
+            if not any(node.is_in(tier) or _waits(node, tier) for tier in tiers)
         )
 
     def next_write(self, store: StoreState, max_bytes: int, plan: Plan) -> Write | None:

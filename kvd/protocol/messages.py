@@ -636,7 +636,7 @@ class TierStatus(Struct, frozen=True):
     """One tier, of kind "memory" or "store": bytes, and its pages by state over all layouts.
 
     `used_bytes` are really taken, `usable_bytes` what blocks may take. A store that fails has its
-    `trouble` in words; `waiting_bytes` are blocks in memory that it shall have and has not yet.
+    `trouble` in words; `waiting_bytes` are blocks in memory that it shall have and has not.
     """
 
     name: str
