@@ -636,12 +636,12 @@ class Manager:
             actor.prepare(space.info)
 
     def serve_waiters(self) -> None:
-        """Answer the waiting reserves in their order, as far as pages go.
+        """Answer the waiting reserves in their order, the daemon's own last, as far as pages go.
 
         Who cannot be served holds up those behind who want the same pages, and nobody else.
         """
         unserved: list[_Waiter] = []
-        for waiter in list(self._waiters):
+        for waiter in sorted(self._waiters, key=lambda one: one.lease.session == OWN_SESSION):
             lease = waiter.lease
             is_held_up = any(_holds_up(other, lease) for other in unserved)
             if is_held_up and self.state.leases.has(lease):
@@ -776,8 +776,11 @@ def out_of_pages(shortage: Shortage) -> OutOfPages:
 def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
     """Whether a waiter wants the pages that the lease could have.
 
-    Who waits for its namespace's quota wants none but that namespace's.
+    Who waits for its namespace's quota wants none but that namespace's; and the daemon, which
+    brings blocks up, lets everybody go first.
     """
+    if waiter.lease.session == OWN_SESSION:
+        return False
     space, mine = waiter.lease.namespace, lease.namespace
     wanted = waiter.stop - len(waiter.lease.granted)
     is_at_quota = space.quota.max_bytes and space.num_pages + wanted > space.max_pages

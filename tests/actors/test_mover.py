@@ -87,3 +87,17 @@ async def test_of_what_waits_for_a_store_that_hangs_no_more_is_kept_than_is_allo
             assert await cache.mover.prepare(cache.space, packed(tokens), math.inf) == {}
         set_faults(shm, Faults.NONE)
     assert cache.counters["blocks_promoted"] == 3
+
+
+async def test_a_promotion_that_waits_for_pages_holds_no_client_up(start: Any) -> None:
+    async with start() as cache, create_task_group() as tasks:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        with cache.matching(tokens_of(2, 4)) as first, cache.matching(tokens_of(3, 4)) as second:
+            greedy, modest = (cache.manager.lease(1, number) for number in (first, second))
+            num_pages = cache.space.arena.pool.num_pages
+            await cache.manager.reserve(greedy, 0, num_pages - 3, 0, PATIENCE_SECONDS)
+            num_waited = cache.counters["reserves_waited"]
+            tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
+            await until(lambda: cache.counters["reserves_waited"] > num_waited)
+            assert cache.manager.reserve_now(modest, 0, 1, 0)
