@@ -333,8 +333,9 @@ class Mover:
         As a client would: a lease of the daemon's own on what is there, pages for the rest, commit.
         """
         actor, layout = self._stores[tier - 1], space.arena.layout
-        store, arena = actor.store(layout), self._manager.arenas[space.arena.id]
-        assert store is not None
+        store, arena = actor.store(layout), self._manager.arenas.get(space.arena.id)
+        if store is None or arena is None:  # gone, while this waited for its turn
+            return True
         with self._manager.holding(space, tokens) as lease:
             lacking = self._state.lacking(space, tokens)
             if lacking is None or lacking.tier != tier:

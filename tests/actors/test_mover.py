@@ -16,7 +16,7 @@ from tests.actors.stored import FAULTY, ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, PATIENCE_SECONDS, tokens_of
+from tests.e2e.support import BLOCK, LAYOUT, PATIENCE_SECONDS, tokens_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,3 +101,24 @@ async def test_a_promotion_that_waits_for_pages_holds_no_client_up(start: Any) -
             tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
             await until(lambda: cache.counters["reserves_waited"] > num_waited)
             assert cache.manager.reserve_now(modest, 0, 1, 0)
+
+
+async def test_a_promotion_whose_store_went_before_its_turn_looks_again(
+    start: Any,
+    shm: Path,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache, create_task_group() as tasks:
+        prompts = [tokens_of(seed, 1) for seed in range(1, 4)]
+        for tokens in prompts:
+            await cache.store(tokens)
+        await cache.mover.checkpoint()
+        cache.forget_memory()
+        set_faults(shm, Faults.STUCK)
+        for tokens in prompts:
+            tasks.start_soon(cache.mover.prepare, cache.space, packed(tokens), PATIENCE_SECONDS)
+        await until(lambda: len(cache.mover._works) == 3)
+        cache.manager.begin_anew(cache.actor, LAYOUT)
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.mover._works)
+        assert "reason=internal" not in caplog.text

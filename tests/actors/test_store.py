@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from anyio import create_task_group
+from msgspec.structs import replace
 
 from kvd.arena.about import read_about
 from kvd.config import CacheConfig, LimitConfig
@@ -214,3 +215,37 @@ async def test_a_tier_whose_writes_hang_is_read_still_and_written_when_they_retu
         go.set()
         await until(lambda: not cache.actor.trouble)
         assert cache.actor.state.may_write
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_layout_that_could_not_be_kept_is_no_trouble_once_nobody_uses_it(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.actor.settle()
+        set_faults(shm, Faults.FULL)
+        await cache.open(PAGE_FIRST)
+        await until(lambda: bool(cache.actor.trouble))
+        cache.manager.state.limits = LimitConfig(namespaces=2)
+        cache.manager.close_namespace(1, cache.space.id)
+        await cache.open(salt="in its place")
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert await cache.mover.checkpoint() == 0
+
+
+async def test_of_a_layout_that_goes_while_its_store_is_made_no_store_is_left(start: Any) -> None:
+    async with start() as cache:
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        await cache.open(PAGE_FIRST)
+        cache.manager.close_namespace(1, cache.space.id)
+        cache.manager.state.limits = LimitConfig(layouts=2)
+        await cache.open(replace(LAYOUT, num_layers=3))
+        go.set()
+        await cache.actor.settle()
+        layouts = {arena.layout for arena in cache.manager.arenas.values()}
+        assert PAGE_FIRST not in layouts
+        assert {store.layout for store in cache.actor.tier.stores()} == layouts
+        assert {store.layout for store in cache.actor.stores} == layouts
