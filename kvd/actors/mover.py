@@ -284,10 +284,10 @@ class Mover:
         Of too many at once the last are left out: they are brought when they are asked for.
         """
         if self._num_prefetching < MAX_PREFETCHES:
+            self._num_prefetching += 1
             self._tasks.start_soon(self._prefetch, space, tokens)
 
     async def _prefetch(self, space: Namespace, tokens: Tokens) -> None:
-        self._num_prefetching += 1
         try:
             await self.prepare(space, tokens, PREFETCH_SECONDS)
         finally:

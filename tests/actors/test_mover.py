@@ -122,3 +122,19 @@ async def test_a_promotion_whose_store_went_before_its_turn_looks_again(
         set_faults(shm, Faults.NONE)
         await until(lambda: not cache.mover._works)
         assert "reason=internal" not in caplog.text
+
+
+async def test_of_what_is_prefetched_at_once_what_is_too_much_is_left_out(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.actors.mover.MAX_PREFETCHES", 2)
+    async with start() as cache:
+        prompts = [tokens_of(seed, 1) for seed in range(1, 6)]
+        for tokens in prompts:
+            await cache.store(tokens)
+        await cache.mover.checkpoint()
+        cache.forget_memory()
+        for tokens in prompts:
+            cache.mover.prefetch(cache.space, packed(tokens))
+        await until(lambda: not cache.mover._num_prefetching)
+        assert cache.counters["blocks_promoted"] == 2
