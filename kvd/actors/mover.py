@@ -163,9 +163,6 @@ class Mover:
                 self._manager.carry_out(plan)
                 # What was on its way may be evicted now.
                 self._manager.serve_waiters()
-            if not saved:
-                # A part of it may be there, and nobody knows of it.
-                actor.forget(write.arena.layout, write.keys)
         for place in bad:
             self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
         return not has_failed

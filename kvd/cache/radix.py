@@ -176,6 +176,18 @@ class Cut:
     keys: list[BlockKey]
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """How many blocks have a copy now; of which none counts, the last one first.
+
+    And the pages of detached blocks that nobody holds any more.
+    """
+
+    num_blocks: int
+    uncounted: list[BlockKey]
+    gone: Pages
+
+
 class Tree:
     """The blocks of one namespace, of key `key`.
 
@@ -420,13 +432,10 @@ class Tree:
         node.saving |= 1 << tier
         return node
 
-    def end_saving(
-        self, end: Node, num_blocks: int, tier: int, *, saved: bool
-    ) -> tuple[int, Pages]:
+    def end_saving(self, end: Node, num_blocks: int, tier: int, *, saved: bool) -> Saved:
         """The copies of the last blocks of a path are there, or will not be.
 
-        How many blocks count as saved, those whose ancestors are; and the pages of detached blocks
-        that nobody holds any more.
+        Those count whose ancestors have one. What is detached was forgotten when it was.
         """
         nodes = []
         node, left = end, num_blocks
@@ -435,6 +444,7 @@ class Tree:
             left -= node.num_blocks
             node = _parent(node)
         count = 0
+        uncounted: list[BlockKey] = []
         for node in reversed(nodes):
             node.saving &= ~(1 << tier)
             if node.detached:
@@ -446,7 +456,8 @@ class Tree:
                 count += node.num_blocks
             else:
                 self.unsaved[tier][node] = None
-        return count, self.unlock(end)
+                uncounted += node.block_keys()
+        return Saved(count, uncounted[::-1], self.unlock(end))
 
     def stored(
         self, end: Node, tokens: Tokens, max_blocks: int, readable: int = -1

@@ -211,15 +211,20 @@ class Stores:
         return count
 
     def end_write(self, write: Write, plan: Plan, *, saved: bool) -> int:
-        """The copies are in the store, or will not be; how many blocks have one now."""
+        """The copies are in the store, or will not be; how many blocks have one now.
+
+        Of the others no record shall stay, whole or in part, of which nobody knows.
+        """
         self.writes.remove(write)
         count = 0
         for piece in write.pieces:
-            num_saved, gone = piece.space.tree.end_saving(
+            done = piece.space.tree.end_saving(
                 piece.end, piece.num_blocks, write.store.tier, saved=saved
             )
-            self._memory.free(piece.space, gone, plan)
-            count += num_saved
+            self._memory.free(piece.space, done.gone, plan)
+            if done.uncounted:
+                plan.append(Forgotten(write.store.tier, write.arena.layout, done.uncounted))
+            count += done.num_blocks
         self._counters["blocks_demoted"] += count
         return count
 

@@ -197,6 +197,19 @@ def test_what_made_room_waits_again_when_it_is_used_again() -> None:
     assert next_letters(cache, store) == "a"
 
 
+def test_of_a_write_whose_ancestor_went_meanwhile_the_store_keeps_nothing() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("ab")
+    cache.save(store)
+    cache.fill("abcd")
+    write = cache.begin_write(store)
+    plan: Plan = []
+    cache.state.remove_copy(cache.namespace, packed("a"), store.tier)
+    assert cache.state.stores.end_write(write, plan, saved=True) == 0
+    assert forgotten(plan) == [Forgotten(1, LAYOUT, keys("abcd")[:1:-1])]
+    assert next_letters(cache, store) == "abcd"
+
+
 # --- admission ---
 
 
