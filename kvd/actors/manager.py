@@ -24,6 +24,7 @@ from kvd.actors.copies import pages_named
 from kvd.actors.sessions import session_name
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
+from kvd.actors.together import together
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of
@@ -552,10 +553,9 @@ class Manager:
     async def settle(self) -> None:
         """When it returns, no store has anything of what was dropped, whatever happens.
 
-        Raises TierFailed where that cannot be said.
+        Raises TierFailed where that cannot be said of one; the others have it done.
         """
-        for actor in self._stores:
-            await actor.sync()
+        await together(*(actor.sync for actor in self._stores))
 
     # --- status ---
 

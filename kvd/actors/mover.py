@@ -8,6 +8,7 @@ in the thread that gives memory and takes it, so that none is taken under it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import anyio
 
+from kvd.actors.together import together
 from kvd.arena.page_table import NO_PARENT, PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.radix import MEMORY
@@ -199,21 +201,9 @@ class Mover:
         the first error, and TierFailed where blocks have no copy since later ones took their room.
         """
         before = self._state.counters["blocks_demoted"]
-        errors: list[KvdError] = []
-
-        async def tried(save: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
-            try:
-                await save(*args)
-            except KvdError as error:
-                errors.append(error)
-
         surviving = [actor for actor in self._stores if actor.tier.survives]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(tried, self._sequences.checkpoint)
-            for actor in surviving:
-                tasks.start_soon(tried, self._save_all, actor)
-        for error in errors:
-            raise error
+        saves = [functools.partial(self._save_all, actor) for actor in surviving]
+        await together(self._sequences.checkpoint, *saves)
         if count := self._state.stores.num_without_room([actor.state for actor in surviving]):
             raise TierFailed(f"{count} blocks have no room in the tiers that survive")
         return self._state.counters["blocks_demoted"] - before
