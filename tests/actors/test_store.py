@@ -127,7 +127,7 @@ async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
         cache.drop()
         cache.actor.remove_store(LAYOUT)
         set_faults(shm, Faults.SOME)
-        await until(lambda: bool(cache.actor.trouble))
+        await until(lambda: cache.actor.counters["write_failures"] > 0)
         set_faults(shm, Faults.NONE)
         await until(lambda: not cache.actor.trouble)
         assert cache.actor.tier.stores() == []
