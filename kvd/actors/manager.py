@@ -24,6 +24,7 @@ from kvd.actors.copies import pages_named
 from kvd.actors.sessions import session_name
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
+from kvd.actors.together import together
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of
@@ -564,10 +565,9 @@ class Manager:
     async def settle(self) -> None:
         """When it returns, no store has anything of what was dropped, whatever happens.
 
-        Raises TierFailed where that cannot be said.
+        Raises TierFailed where that cannot be said of one; the others have it done.
         """
-        for actor in self._stores:
-            await actor.sync()
+        await together(*(actor.sync for actor in self._stores))
 
     # --- status ---
 
@@ -648,12 +648,12 @@ class Manager:
             actor.prepare(space.info)
 
     def serve_waiters(self) -> None:
-        """Answer the waiting reserves in their order, as far as pages go.
+        """Answer the waiting reserves in their order, the daemon's own last, as far as pages go.
 
         Who cannot be served holds up those behind who want the same pages, and nobody else.
         """
         unserved: list[_Waiter] = []
-        for waiter in list(self._waiters):
+        for waiter in sorted(self._waiters, key=lambda one: one.lease.session == OWN_SESSION):
             lease = waiter.lease
             is_held_up = any(_holds_up(other, lease) for other in unserved)
             if is_held_up and self.state.leases.has(lease):
@@ -788,8 +788,11 @@ def out_of_pages(shortage: Shortage) -> OutOfPages:
 def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
     """Whether a waiter wants the pages that the lease could have.
 
-    Who waits for its namespace's quota wants none but that namespace's.
+    Who waits for its namespace's quota wants none but that namespace's; and the daemon, which
+    brings blocks up, lets everybody go first.
     """
+    if waiter.lease.session == OWN_SESSION:
+        return False
     space, mine = waiter.lease.namespace, lease.namespace
     wanted = waiter.stop - len(waiter.lease.granted)
     is_at_quota = space.quota.max_bytes and space.num_pages + wanted > space.max_pages

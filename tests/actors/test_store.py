@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
+from anyio import create_task_group
 from msgspec.structs import replace
 
 from kvd.arena.about import read_about
@@ -15,10 +17,11 @@ from kvd.protocol.errors import BadRequest, LimitExceeded, TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
-from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
+from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, STORE, TOKENS
 from tests.actors.waiting import until
+from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import LAYOUT, PAGE_FIRST, tokens_of
+from tests.e2e.support import LAYOUT, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
@@ -133,7 +136,7 @@ async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
         cache.drop()
         cache.actor.remove_store(LAYOUT)
         set_faults(shm, Faults.SOME)
-        await until(lambda: bool(cache.actor.trouble))
+        await until(lambda: cache.actor.counters["write_failures"] > 0)
         set_faults(shm, Faults.NONE)
         await until(lambda: not cache.actor.trouble)
         assert cache.actor.tier.stores() == []
@@ -243,3 +246,75 @@ async def test_what_took_a_place_is_known_to_the_next_start(
         (stem,) = stems(shm)
         about = read_about(shm / f"{stem}.about")
         assert about.namespaces == {cache.space.id: cache.space.info}
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_tier_whose_reads_hang_is_a_miss_and_in_trouble_until_they_return(
+    start: Any,
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache, create_task_group() as tasks:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        set_faults(shm, Faults.STUCK)
+        tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
+        with monkeypatch.context() as hasty:
+            hasty.setattr("kvd.actors.store.SILENT_SECONDS", 0.01)
+            await until(lambda: "has not answered" in cache.manager.tier_status()[STORE].trouble)
+        assert cache.manager.state.lacking(cache.space, packed(TOKENS)) is None
+        set_faults(shm, Faults.NONE)
+        await until(lambda: cache.counters["blocks_promoted"] == 4)
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.state.may_read
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_tier_whose_writes_hang_is_read_still_and_written_when_they_return(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as cache:
+        await cache.store(TOKENS, on_disk=True)
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        with monkeypatch.context() as hasty:
+            hasty.setattr("kvd.actors.store.SILENT_SECONDS", 0.01)
+            await until(lambda: "has not answered" in cache.actor.trouble)
+        assert (cache.actor.state.may_write, cache.actor.state.may_read) == (False, True)
+        go.set()
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.state.may_write
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_layout_that_could_not_be_kept_is_no_trouble_once_nobody_uses_it(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.actor.settle()
+        set_faults(shm, Faults.FULL)
+        await cache.open(PAGE_FIRST)
+        await until(lambda: bool(cache.actor.trouble))
+        cache.manager.state.limits = LimitConfig(namespaces=2)
+        cache.manager.close_namespace(1, cache.space.id)
+        await cache.open(salt="in its place")
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert await cache.mover.checkpoint() == 0
+
+
+async def test_of_a_layout_that_goes_while_its_store_is_made_no_store_is_left(start: Any) -> None:
+    async with start() as cache:
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        await cache.open(PAGE_FIRST)
+        cache.manager.close_namespace(1, cache.space.id)
+        cache.manager.state.limits = LimitConfig(layouts=2)
+        await cache.open(replace(LAYOUT, num_layers=3))
+        go.set()
+        await cache.actor.settle()
+        layouts = {arena.layout for arena in cache.manager.arenas.values()}
+        assert PAGE_FIRST not in layouts
+        assert {store.layout for store in cache.actor.tier.stores()} == layouts
+        assert {store.layout for store in cache.actor.stores} == layouts

@@ -377,14 +377,20 @@ class Machine(RuleBasedStateMachine):
     def copies_agree(self) -> None:
         for store, expected in zip(self.stores, self.model.stores, strict=True):
             copies: set[Name] = set()
+            keys: set[BlockKey] = set()
             unsaved: set[Name] = set()
             for space in self.state.namespaces.values():
                 for node in space.tree.nodes():
                     if node.is_in(store.tier):
                         copies.update(names_of(space, node))
+                        keys.update(node.block_keys())
                     if node in space.tree.unsaved[store.tier]:
                         unsaved.update(names_of(space, node))
             assert copies == expected.copies
+            # The store has nothing else, but for what is on its way there.
+            writes = [write for write in self.state.stores.writes if write.store is store]
+            assert keys <= self.books.records[store.tier]
+            assert self.books.records[store.tier] <= keys.union(*(each.keys for each in writes))
             assert self.state.stores.used_bytes(store) == self.model.used_bytes_in(expected)
             # A node that waits may have grown meanwhile: what it has more waits too.
             more = unsaved - expected.wanted
