@@ -10,8 +10,8 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
@@ -169,26 +169,36 @@ class Daemon(AsyncContextManagerMixin):
 
     def _own_endpoint(self) -> OwnerLock:
         path = socket_path(self.endpoint)
-        # A place that we chose must be ours alone; one that we were given is the giver's business.
-        if is_default(self.endpoint):
-            private_directory(path.parent, 0o700)
-        else:
-            make_directory(path.parent, 0o750)
-        return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
+        with _naming("endpoint"):
+            # A place that we chose must be ours alone; one that we were given is the giver's
+            # business.
+            if is_default(self.endpoint):
+                private_directory(path.parent, 0o700)
+            else:
+                make_directory(path.parent, 0o750)
+            return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
 
     def _own_data_directory(self) -> OwnerLock:
         directory = self.config.resolved_data_directory
-        try:
+        with _naming("data_directory"):
             private_directory(directory, 0o700)
-        except ConfigError as error:
-            raise ConfigError(f"{error}: set data_directory") from error
-        return OwnerLock(directory / "daemon.lock", str(directory))
+            return OwnerLock(directory / "daemon.lock", str(directory))
 
     def _own_directory(self) -> OwnerLock:
-        if not self.config.directory:
-            private_directory(self.directory.parent)
-        private_directory(self.directory)
-        return OwnerLock(self.directory / "daemon.lock", str(self.directory))
+        with _naming("directory"):
+            if not self.config.directory:
+                private_directory(self.directory.parent)
+            private_directory(self.directory)
+            return OwnerLock(self.directory / "daemon.lock", str(self.directory))
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Of a place that cannot be used, the key is told that chooses it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error}: set {key}") from error
 
 
 def _tell_apart(tiers: Sequence[Tier]) -> None:

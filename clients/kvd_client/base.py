@@ -630,12 +630,15 @@ class NamespaceBase:
         """Have a lease, which is a miss so far, stand for what is left of a sequence."""
         deadline = self._client.deadline(timeout)
         request = ResumeRequest(id=NO_REPLY, namespace_key=self._key, sequence=sequence)
-        check_tokens(reserve_tokens)
-        reply, (tokens, tail) = yield from self._client._ask_anew(request, deadline, ResumeReply)
+        check_tokens(check_tokens(reserve_tokens) + self.layout.block_size)
+        # The namespace is open before: what is refused leaves the sequence to its owner.
+        reply, (tokens, tail) = yield from self._bound(
+            deadline, lambda _: self._client._ask_anew(request, deadline, ResumeReply)
+        )
         num_tokens = len(tokens) // TOKEN_BYTES
-        num_rows = num_tokens % self.layout.block_size
-        left = deadline - time.monotonic()
-        yield from self._match(lease, tokens, num_rows + reserve_tokens, True, reply.extras, left)
+        reserve_tokens += num_tokens % self.layout.block_size
+        exact_tail, left = not self.layout.is_opaque, deadline - time.monotonic()
+        yield from self._match(lease, tokens, reserve_tokens, exact_tail, reply.extras, left)
         lease.fill_tail(tail, num_tokens)
         return Resumed(np.array(tokens.cast("I")), reply.state, reply.generation, lease)
 

@@ -204,7 +204,8 @@ class Lease(LeaseBase):
 
         `tokens` are all of it, every row of which is written; what has none yet (the token that was
         just sampled) belongs to `state`, 64 KiB of your own. Blocks that are not committed, or are
-        evicted later, will have to be computed again. `generation` is what the last save or resume
+        evicted later, will have to be computed again, and so has what is behind the last whole
+        block of an opaque layout. `generation` is what the last save or resume
         gave, and 0 for a new sequence; the answer is for the next save. When it returns, the
         sequence survives this process and the daemon. After DeadlineExceeded or DaemonUnavailable
         it may be saved; saving again does no harm.
@@ -324,7 +325,8 @@ class Namespace(NamespaceBase):
 
         Its lease has what is left of its KV, that of `lease.num_tokens` tokens, and pages behind
         for its tail and `reserve_tokens` more. Raises UnknownSequence, DaemonUnavailable,
-        DeadlineExceeded; after the last, resume again.
+        DeadlineExceeded; after the last, resume again. Raises BadRequest, LimitExceeded or
+        TierFailed where the namespace cannot be opened: who saved it before has it still.
         """
         return self._client.run(self._resume(Lease(self), sequence, reserve_tokens, timeout))
 

@@ -394,9 +394,12 @@ class LeaseBase(LeaseViews):
         return reply.generation
 
     def _tail_of(self, num_tokens: int) -> Pages:
-        """The own page of the last of so many tokens; none where their blocks are all committed."""
+        """The own page of the last of so many tokens; none where their blocks are all committed.
+
+        Nor where it is opaque: its rows cannot be told apart, and are to be computed again.
+        """
         first, num_rows = divmod(num_tokens, self.layout.block_size)
-        if num_rows == 0 or num_tokens <= self._num_named:
+        if num_rows == 0 or num_tokens <= self._num_named or self.layout.is_opaque:
             return self.pages[:0]
         if num_tokens > self.capacity_tokens:
             raise BadRequest(f"tokens up to {num_tokens} have no pages")

@@ -24,6 +24,7 @@ from kvd.actors.copies import pages_named
 from kvd.actors.sessions import session_name
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
+from kvd.actors.together import together
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of
@@ -55,7 +56,7 @@ from kvd.protocol.errors import (
     TierFailed,
     UnknownNamespace,
 )
-from kvd.protocol.keys import Identity, NamespaceInfo, check_identity, namespace_key
+from kvd.protocol.keys import Identity, NamespaceInfo, check_identity
 from kvd.protocol.layout import Layout, check_layout, check_rows
 from kvd.protocol.messages import (
     CommitItem,
@@ -137,7 +138,8 @@ class Manager:
     """The cache of one daemon: one memory tier, the stores below it, and what is known of both.
 
     `changed` tells that there are new blocks, or a store that works again; `unsummed` are pages of
-    blocks that have no checksum yet, by arena.
+    blocks that have no checksum yet, by arena. `trouble` says in words why memory is of no use to
+    who comes.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Manager:
         self.arenas: dict[int, TierArena] = {}
         self.changed = changed
         self.unsummed: deque[tuple[int, Pages]] = deque()
+        self.trouble = ""
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
         # Work for the tier's thread, one after the other: memory is taken before it is given.
@@ -202,31 +205,41 @@ class Manager:
         """The namespace of an identity, layout and salt; its arena is made at the first use."""
         check_identity(identity)
         check_layout(layout)
-        key = namespace_key(identity, layout, salt, extras=extras)
-        width, quota = row_bytes(extras=extras), self._quota(identity, salt)
+        info = NamespaceInfo(identity, layout, salt, extras)
+        key, quota = info.key, self._quota(identity, salt)
         async with self._opening:
             self.state.check_open(session, key, quota)
-            arena = self.state.find_arena(layout, width)
-            if is_new := self.state.find_namespace(key) is None:
-                self.carry_out(self.state.make_place(for_arena=arena is None))
-                arena = self.state.find_arena(layout, width) or await self._add_arena(layout, width)
-                # Before a record has this number, it is known what it stands for.
-                number, info = self.state.next_number, NamespaceInfo(identity, layout, salt, extras)
-                await self._tier.note_namespace(self.arenas[arena.id], number, info)
-            assert arena is not None
+            known = self.state.find_namespace(key)
+            arena = known.arena if known else await self._place_for(info)
             namespace = self.state.open_namespace(session, key, identity, salt, arena, quota=quota)
-            if is_new:
-                self._tell_stores(namespace.info)
+            if known is None:
+                self._tell_stores(info)
         self._untidy.set()
         return Opened(namespace, self.arenas[arena.id])
+
+    async def _place_for(self, info: NamespaceInfo) -> ArenaState:
+        """The arena of a namespace that is made now; others go at the end, when nothing can fail.
+
+        Raises BadRequest, LimitExceeded, TierFailed; then all is as it was.
+        """
+        layout, width = info.layout, row_bytes(extras=info.extras)
+        arena = self.state.find_arena(layout, width)
+        self.state.check_can_make_place(for_arena=arena is None)
+        made = self.arenas[arena.id] if arena else await self._tier.create_arena(layout, width)
+        try:
+            # Before a record has this number, it is known what it stands for.
+            await self._tier.note_namespace(made, self.state.next_number, info)
+            self.carry_out(self.state.make_place(for_arena=arena is None))
+        except BaseException:
+            if arena is None:
+                self.do(self._tier.remove_arena, made)
+            raise
+        return arena or self.add_arena(made)
 
     def _tell_stores(self, info: NamespaceInfo) -> None:
         """See that the stores can keep blocks of a namespace; where they cannot, they do not."""
         for actor in self._stores:
             actor.prepare(info)
-
-    async def _add_arena(self, layout: Layout, width: int) -> ArenaState:
-        return self.add_arena(await self._tier.create_arena(layout, width))
 
     def quarantine(self, arena: ArenaState, session: int, pages: Pages) -> None:
         """Keep pages from use that a session of an earlier epoch, 0 if not known, may write."""
@@ -264,7 +277,7 @@ class Manager:
         width = row_bytes(extras=info.extras)
         arena = self.state.find_arena(info.layout, width)
         self.state.check_place(for_arena=arena is None)
-        arena = arena or await self._add_arena(info.layout, width)
+        arena = arena or self.add_arena(await self._tier.create_arena(info.layout, width))
         number = self.state.next_number
         await self._tier.note_namespace(self.arenas[arena.id], number, info)
         return self.restore_namespace(number, info, arena)
@@ -552,16 +565,15 @@ class Manager:
     async def settle(self) -> None:
         """When it returns, no store has anything of what was dropped, whatever happens.
 
-        Raises TierFailed where that cannot be said.
+        Raises TierFailed where that cannot be said of one; the others have it done.
         """
-        for actor in self._stores:
-            await actor.sync()
+        await together(*(actor.sync for actor in self._stores))
 
     # --- status ---
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""
-        memory = memory_status(self._tier.tier, self.arenas.values(), self.state)
+        memory = memory_status(self._tier.tier, self.arenas.values(), self.state, self.trouble)
         return (memory, *(store_status(actor, self.state) for actor in self._stores))
 
     # --- carrying out ---
@@ -636,12 +648,12 @@ class Manager:
             actor.prepare(space.info)
 
     def serve_waiters(self) -> None:
-        """Answer the waiting reserves in their order, as far as pages go.
+        """Answer the waiting reserves in their order, the daemon's own last, as far as pages go.
 
         Who cannot be served holds up those behind who want the same pages, and nobody else.
         """
         unserved: list[_Waiter] = []
-        for waiter in list(self._waiters):
+        for waiter in sorted(self._waiters, key=lambda one: one.lease.session == OWN_SESSION):
             lease = waiter.lease
             is_held_up = any(_holds_up(other, lease) for other in unserved)
             if is_held_up and self.state.leases.has(lease):
@@ -776,8 +788,11 @@ def out_of_pages(shortage: Shortage) -> OutOfPages:
 def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
     """Whether a waiter wants the pages that the lease could have.
 
-    Who waits for its namespace's quota wants none but that namespace's.
+    Who waits for its namespace's quota wants none but that namespace's; and the daemon, which
+    brings blocks up, lets everybody go first.
     """
+    if waiter.lease.session == OWN_SESSION:
+        return False
     space, mine = waiter.lease.namespace, lease.namespace
     wanted = waiter.stop - len(waiter.lease.granted)
     is_at_quota = space.quota.max_bytes and space.num_pages + wanted > space.max_pages

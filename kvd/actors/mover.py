@@ -8,6 +8,7 @@ in the thread that gives memory and takes it, so that none is taken under it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import anyio
 
+from kvd.actors.together import together
 from kvd.arena.page_table import NO_PARENT, PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.radix import MEMORY
@@ -58,14 +60,17 @@ PREFETCH_SECONDS = 60.0
 MAX_PREFETCHES = 32
 # So many promotions at once from one store, each of which holds pages; others wait without.
 MAX_PROMOTIONS = 2
+# So much of one store is waited for at once; what is more is a miss.
+MAX_WORKS = 256
 # After a fault in the background, so long until the next try.
 FAULT_PAUSE_SECONDS = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Something that matches wait for, done once for all of them."""
+    """Something that matches wait for, of a tier, done once for all of them."""
 
+    tier: int
     done: anyio.Event = field(default_factory=anyio.Event)
     is_good: bool = False
 
@@ -160,9 +165,6 @@ class Mover:
                 self._manager.carry_out(plan)
                 # What was on its way may be evicted now.
                 self._manager.serve_waiters()
-            if not saved:
-                # A part of it may be there, and nobody knows of it.
-                actor.forget(write.arena.layout, write.keys)
         for place in bad:
             self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
         return not has_failed
@@ -196,24 +198,14 @@ class Mover:
 
         When it returns they survive a power loss, with the saved sequences, and what was dropped
         before stays dropped. All is tried beside each other, however long one of them takes; raises
-        the first error.
+        the first error, and TierFailed where blocks have no copy since later ones took their room.
         """
         before = self._state.counters["blocks_demoted"]
-        errors: list[KvdError] = []
-
-        async def tried(save: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
-            try:
-                await save(*args)
-            except KvdError as error:
-                errors.append(error)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(tried, self._sequences.checkpoint)
-            for actor in self._stores:
-                if actor.tier.survives:
-                    tasks.start_soon(tried, self._save_all, actor)
-        for error in errors:
-            raise error
+        surviving = [actor for actor in self._stores if actor.tier.survives]
+        saves = [functools.partial(self._save_all, actor) for actor in surviving]
+        await together(self._sequences.checkpoint, *saves)
+        if count := self._state.stores.num_without_room([actor.state for actor in surviving]):
+            raise TierFailed(f"{count} blocks have no room in the tiers that survive")
         return self._state.counters["blocks_demoted"] - before
 
     async def _checkpoint_by_time(self) -> None:
@@ -263,6 +255,8 @@ class Mover:
                     break
                 before = space.tree.find(tokens).total_blocks
                 work = self._work(space, tokens, lacking)
+                if work is None:
+                    break
                 await work.done.wait()
                 num_blocks = space.tree.find(tokens).total_blocks - before
                 if lacking.keys and num_blocks > 0:
@@ -277,21 +271,27 @@ class Mover:
         Of too many at once the last are left out: they are brought when they are asked for.
         """
         if self._num_prefetching < MAX_PREFETCHES:
+            self._num_prefetching += 1
             self._tasks.start_soon(self._prefetch, space, tokens)
 
     async def _prefetch(self, space: Namespace, tokens: Tokens) -> None:
-        self._num_prefetching += 1
         try:
             await self.prepare(space, tokens, PREFETCH_SECONDS)
         finally:
             self._num_prefetching -= 1
 
-    def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work:
-        """What brings some of what is lacking, begun now or under way already."""
+    def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work | None:
+        """What brings some of what is lacking, begun now or under way already.
+
+        None where too much waits for a store: it outlives who asked, each with its tokens.
+        """
         name = lacking.keys[0] if lacking.keys else (space.arena.id, int(lacking.pages[0]))
         work = self._works.get(name)
         if work is None:
-            work = self._works[name] = _Work()
+            waiting = sum(each.tier == lacking.tier for each in self._works.values())
+            if lacking.keys and waiting >= MAX_WORKS:
+                return None
+            work = self._works[name] = _Work(lacking.tier)
             self._tasks.start_soon(self._bring, name, space, tokens, lacking, work)
         return work
 
@@ -320,8 +320,9 @@ class Mover:
         As a client would: a lease of the daemon's own on what is there, pages for the rest, commit.
         """
         actor, layout = self._stores[tier - 1], space.arena.layout
-        store, arena = actor.store(layout), self._manager.arenas[space.arena.id]
-        assert store is not None
+        store, arena = actor.store(layout), self._manager.arenas.get(space.arena.id)
+        if store is None or arena is None:  # gone, while this waited for its turn
+            return True
         with self._manager.holding(space, tokens) as lease:
             lacking = self._state.lacking(space, tokens)
             if lacking is None or lacking.tier != tier:

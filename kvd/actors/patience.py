@@ -31,6 +31,8 @@ class Patience:
         self._what = what
         self._end = math.inf
         self._scopes: set[CancelScope] = set()
+        # When a call returned, or began where there was none.
+        self._heard = -math.inf
         self._is_over = False
 
     def end_at(self, end: float) -> None:
@@ -41,6 +43,12 @@ class Patience:
     def moved(self, still_seconds: float) -> None:
         """Told in the thread of a call that it goes on: it may stand still for so long again."""
         from_thread.run_sync(self._renew, still_seconds)
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long calls that have no end have been waited for, and none returned."""
+        is_waiting = any(scope.deadline == math.inf for scope in self._scopes)
+        return current_time() - self._heard if is_waiting else 0.0
 
     async def call(
         self,
@@ -55,6 +63,8 @@ class Patience:
         """
         self.check()
         with CancelScope(shield=True) as scope:
+            if not self._scopes:
+                self._heard = current_time()
             self._scopes.add(scope)
             self._renew(still_seconds)
             try:
@@ -63,6 +73,7 @@ class Patience:
                 )
             finally:
                 self._scopes.remove(scope)
+                self._heard = current_time()
         if not self._is_over:
             self._is_over = True
             logger.error("reason=left %s does not answer: its thread is left", self._what)

@@ -405,7 +405,15 @@ class Router:
             self._manager.free_earlier(self._sessions.earlier)
             with anyio.CancelScope(shield=True):  # whoever sweeps next must find them unlocked
                 await anyio.to_thread.run_sync(remove_swept, watched, swept)
+            await self._see_to_header()
             await anyio.sleep(self._config.sessions.sweep_seconds)
+
+    async def _see_to_header(self) -> None:
+        """Tell, once, that the files are gone without which nobody can attach."""
+        is_there = await anyio.to_thread.run_sync(lambda: os.path.exists(self._header))
+        if not is_there and not self._manager.trouble:
+            self._manager.trouble = f"{self._header} was removed: nobody can attach, start kvd anew"
+            logger.error("reason=header_removed %s", self._manager.trouble)
 
     # --- what operators ask ---
 

@@ -68,13 +68,13 @@ class SequenceFiles:
         self._changed: set[str] = set()
 
     def begin(self) -> list[SequenceInfo]:
-        """Make ready; all sequences that are there, damaged files set aside."""
+        """Make ready; all sequences that can be read, damaged files set aside."""
         with _failing("saved sequences cannot be read"):
             if not self._memory.exists():
                 self._restore()
             for half in self._memory.glob("*.new"):
                 half.unlink()
-            found = [self._read(name) for name in _names(self._memory)]
+            found = [self._found(name) for name in _names(self._memory)]
             names = {*_names(self._memory), *_names(self._disk)}
             self._changed = {
                 name for name in names if _sum(self._memory / name) != _sum(self._disk / name)
@@ -127,12 +127,30 @@ class SequenceFiles:
             replace_file(self._disk / name, content, lasting=True)
 
     def _restore(self) -> None:
-        """Take over all that is on disk, or nothing: half of it would be believed to be all."""
+        """Take over all that is on disk, or nothing: half of it would be believed to be all.
+
+        A link stands for a file that cannot be read: one without a name here was discarded.
+        """
         half = self._memory.with_suffix(".new")
         private_directory(half, 0o700)
         for name in _names(self._disk):
-            replace_file(half / name, (self._disk / name).read_bytes())
+            try:
+                content = (self._disk / name).read_bytes()
+            except OSError:
+                (half / name).unlink(missing_ok=True)
+                (half / name).symlink_to(self._disk / name)
+            else:
+                replace_file(half / name, content)
         half.rename(self._memory)
+
+    def _found(self, name: str) -> SavedSequence | None:
+        """As `_read`; what cannot be read is left where it is."""
+        try:
+            return self._read(name)
+        except OSError as error:
+            path = (self._memory / name).resolve()
+            logger.error("reason=sequence_unread %s is left out: %s", path, error.strerror)
+            return None
 
     def _read(self, name: str) -> SavedSequence | None:
         path, copy = self._memory / name, self._disk / name

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kvd.tiers.base import MemoryTier, TierArena
 
 
-def memory_status(tier: MemoryTier, arenas: Iterable[TierArena], state: CacheState) -> TierStatus:
+def memory_status(
+    tier: MemoryTier, arenas: Iterable[TierArena], state: CacheState, trouble: str
+) -> TierStatus:
     capacity_bytes = state.memory.capacity_bytes
     backed_bytes = sum(arena.backed_bytes for arena in arenas)
     return TierStatus(
@@ -30,6 +32,7 @@ def memory_status(tier: MemoryTier, arenas: Iterable[TierArena], state: CacheSta
         used_bytes=backed_bytes,
         usable_bytes=capacity_bytes,
         survives=tier.survives,
+        trouble=trouble,
     )
 
 

@@ -34,6 +34,8 @@ Ts = TypeVarTuple("Ts")
 # A store that failed is tried again after the first of these, and later at most after the second.
 FIRST_PAUSE_SECONDS = 1.0
 LAST_PAUSE_SECONDS = 60.0
+# A tier that serves and of whose calls none returned for so long is done without until one does.
+SILENT_SECONDS = 5.0
 # So many reads at once; the writer is one more.
 NUM_READERS = 2
 # Beside its records a store has what its namespaces are, by their keys.
@@ -51,6 +53,31 @@ class Job:
     done: anyio.Event = field(default_factory=anyio.Event)
     result: Any = None
     error: TierFailed | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """What a tier has of a layout: a store, once it is made, or else why that could not be.
+
+    `unprepared` are namespaces to be noted, by their keys; `undeleted` is what the store still has
+    though it should not.
+    """
+
+    store: Store | None = None
+    why: str = ""
+    unprepared: dict[bytes, NamespaceInfo] = field(default_factory=dict)
+    undeleted: dict[BlockKey, None] = field(default_factory=dict)
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether a namespace should be noted and could not be."""
+        return bool(self.why and self.unprepared)
+
+    def delete_again(self) -> None:
+        """In the writer's thread: what was written before it stays."""
+        assert self.store is not None
+        self.store.delete(list(self.undeleted))
+        self.undeleted.clear()
 
 
 class StoreActor:
@@ -77,12 +104,7 @@ class StoreActor:
         self.used_bytes = 0
         self.hang_seconds = hang_seconds
         self._changed = changed
-        self._stores: dict[Layout, Store] = {}
-        self._unprepared: dict[bytes, NamespaceInfo] = {}
-        # What a store still has though it should not.
-        self._undeleted: dict[Store, dict[BlockKey, None]] = {}
-        # Why there is no store of a layout yet.
-        self._unmade: dict[Layout, str] = {}
+        self._layouts: dict[Layout, _Kept] = {}
         self._most_bytes: dict[Layout, int] = {}
         self._jobs: deque[Job] = deque()
         self._new_job = anyio.Event()
@@ -105,7 +127,7 @@ class StoreActor:
             self.switch_off(error)
             return
         for store in self.tier.stores():
-            self._know(store)
+            self._know(self._layouts.setdefault(store.layout, _Kept()), store)
 
     def switch_off(self, error: TierFailed) -> None:
         """Use the tier no more before the next start: what it has is not known here."""
@@ -113,7 +135,7 @@ class StoreActor:
         self.trouble = str(error)
         self.is_off = True
         self.state.may_write = self.state.may_read = False
-        self._stores.clear()
+        self._layouts.clear()
         self.state.record_bytes.clear()
 
     @property
@@ -128,6 +150,7 @@ class StoreActor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._recover)
+                tasks.start_soon(self._listen)
                 task_status.started()
                 while not self._is_closing or self._jobs:
                     await self._new_job.wait()
@@ -154,7 +177,7 @@ class StoreActor:
 
     @property
     def stores(self) -> Sequence[Store]:
-        return list(self._stores.values())
+        return [kept.store for kept in self._layouts.values() if kept.store is not None]
 
     @property
     def num_waiting(self) -> int:
@@ -228,7 +251,7 @@ class StoreActor:
                 function, store, *args, still_seconds=still_seconds, limiter=self._readers
             )
         except Exception as error:
-            if self._stores.get(store.layout) is not store:
+            if self.store(store.layout) is not store:
                 raise TierFailed(f"tier {self.name} gave up this store meanwhile") from error
             self.counters["read_failures"] += 1
             failed = self._as_failed(error)
@@ -242,61 +265,66 @@ class StoreActor:
     # --- stores ---
 
     def store(self, layout: Layout) -> Store | None:
-        return self._stores.get(layout)
+        kept = self._layouts.get(layout)
+        return kept.store if kept else None
 
     def prepare(self, info: NamespaceInfo) -> None:
         """Have a namespace noted, in the store of its layout, before any block of it comes."""
         if not self.is_off:
-            self._submit_prepare(info)
+            kept = self._layouts.setdefault(info.layout, _Kept())
+            kept.unprepared[info.key] = info
+            self._submit_prepare(kept, info)
 
-    def _submit_prepare(self, info: NamespaceInfo) -> Job:
-        self._unprepared[info.key] = info
-        return self.submit(self._prepare, info, then=self._prepared)
+    def _submit_prepare(self, kept: _Kept, info: NamespaceInfo) -> Job:
+        then = functools.partial(self._prepared, kept, info)
+        return self.submit(self._prepare, info, then=then)
 
-    def _prepare(self, info: NamespaceInfo) -> tuple[NamespaceInfo, Store | KvdError]:
+    def _prepare(self, info: NamespaceInfo) -> Store | KvdError:
         layout = info.layout
         try:
             store = self._made(layout) or self.tier.create_store(layout, data_bytes(layout))
             store.write_note(NAMESPACE_NOTE + info.key, msgspec.msgpack.encode(info))
         except (BadRequest, TierFailed) as error:
-            return info, error
-        return info, store
+            return error
+        return store
 
     def _made(self, layout: Layout) -> Store | None:
         """In the writer's thread: what there is then."""
         return next((store for store in self.tier.stores() if store.layout == layout), None)
 
-    def _prepared(self, prepared: tuple[NamespaceInfo, Store | KvdError]) -> None:
+    def _prepared(self, kept: _Kept, info: NamespaceInfo, made: Store | KvdError) -> None:
         """Where there is no room for one layout, the others go on; it is tried again later."""
-        info, made = prepared
+        if self._layouts.get(info.layout) is not kept:  # its removal follows
+            return
         if isinstance(made, TierFailed):
-            self._unmade[info.layout] = made.message
+            kept.why = made.message
             self._note(made, reads=False, writes=False)
             return
-        self._unprepared.pop(info.key, None)
-        self._unmade.pop(info.layout, None)
+        kept.unprepared.pop(info.key, None)
+        kept.why = ""
         if isinstance(made, KvdError):
             logger.warning("tier %s keeps no blocks of a layout: %s", self.name, made)
             return
-        self._know(made)
+        self._know(kept, made)
         self._changed.set()
 
-    def _know(self, store: Store) -> None:
-        self._stores[store.layout] = store
+    def _know(self, kept: _Kept, store: Store) -> None:
+        kept.store = store
         self.state.record_bytes[store.layout] = store.record_bytes
         self.state.usable_bytes = self.tier.usable_bytes
 
     def forget_namespaces(self, layout: Layout, keys: Sequence[bytes]) -> None:
         """Have the notes of namespaces removed of which no blocks are left."""
+        if (kept := self._layouts.get(layout)) is None:
+            return
         for key in keys:
-            self._unprepared.pop(key, None)
-        if not self.is_off:
-            self.submit(self._delete_notes, layout, keys)
+            kept.unprepared.pop(key, None)
+        self.submit(self._delete_notes, kept, layout, keys)
 
-    def _delete_notes(self, layout: Layout, keys: Sequence[bytes]) -> None:
+    def _delete_notes(self, kept: _Kept, layout: Layout, keys: Sequence[bytes]) -> None:
         store = self._made(layout)
         # Of records that could not be deleted the next start must know what they are.
-        if store is not None and not self._undeleted.get(store):
+        if store is not None and not kept.undeleted:
             store.delete_notes([NAMESPACE_NOTE + key for key in keys])
 
     def forget(self, layout: Layout, keys: Sequence[BlockKey]) -> None:
@@ -304,42 +332,33 @@ class StoreActor:
 
         Where that fails it is tried again later, but for what was written meanwhile.
         """
-
-        if (store := self._stores.get(layout)) is None:
+        kept = self._layouts.get(layout)
+        if kept is None or kept.store is None:
             return
-
-        def again() -> None:
-            if self._stores.get(layout) is store:  # else it goes whole
-                self._undeleted.setdefault(store, {}).update(dict.fromkeys(keys))
-
-        self.submit(store.delete, keys, otherwise=again)
-
-    def _delete_again(self, store: Store) -> None:
-        """In the writer's thread: what was written before it stays."""
-        store.delete(list(self._undeleted.get(store, ())))
-        self._undeleted.pop(store, None)
+        again = functools.partial(kept.undeleted.update, dict.fromkeys(keys))
+        self.submit(kept.store.delete, keys, otherwise=again)
 
     def wrote(self, store: Store, keys: Sequence[BlockKey]) -> None:
         """A store has these records, whatever was to be deleted before; told by the write's job."""
-        undeleted = self._undeleted.get(store, {})
-        for key in keys:
-            undeleted.pop(key, None)
+        kept = self._layouts.get(store.layout)
+        if kept is not None and kept.store is store:
+            for key in keys:
+                kept.undeleted.pop(key, None)
 
     def remove_store(self, layout: Layout) -> None:
         """Nobody uses a layout any more."""
-        for key in [key for key, info in self._unprepared.items() if info.layout == layout]:
-            del self._unprepared[key]
-        self._unmade.pop(layout, None)
-        if (store := self._stores.pop(layout, None)) is not None:
-            del self.state.record_bytes[layout]
+        if self._layouts.pop(layout, None) is not None:
+            self.state.record_bytes.pop(layout, None)
             self.state.unknown_bytes.pop(layout, None)
-            self._undeleted.pop(store, None)
-            self.submit(self.tier.remove_store, store)
+            self.submit(self._remove_made, layout)
+
+    def _remove_made(self, layout: Layout) -> None:
+        if (store := self._made(layout)) is not None:
+            self.tier.remove_store(store)
 
     async def crowding(self, layout: Layout) -> Layout | None:
         """Another layout that has the room which this one lacks, and cannot give it back."""
-        store = self._stores.get(layout)
-        if store is None:
+        if (store := self.store(layout)) is None:
             return None
         other: Store | None = await self.finish(self.submit(self.tier.crowding, store))
         return other.layout if other else None
@@ -354,13 +373,14 @@ class StoreActor:
         jobs = [self.submit(store.sync) for store in self.stores]
         for job in jobs:
             await self.finish(job)
-        if any(self._undeleted.values()):
+        if any(kept.undeleted for kept in self._layouts.values()):
             raise TierFailed(f"tier {self.name} could not forget all blocks: {self.trouble}")
 
     def check_layouts(self) -> None:
         """Raises TierFailed where a layout should have a store and has none."""
-        for why in self._unmade.values():
-            raise TierFailed(f"tier {self.name} has no store of a layout: {why}")
+        for kept in self._layouts.values():
+            if kept.is_lacking:
+                raise TierFailed(f"tier {self.name} has no store of a layout: {kept.why}")
 
     # --- health ---
 
@@ -381,6 +401,15 @@ class StoreActor:
             self.state.may_read = False
         self._failed.set()
 
+    async def _listen(self) -> None:
+        """Note that a tier hangs, which raises nothing; that it does no more is seen as ever."""
+        while True:
+            await anyio.sleep(SILENT_SECONDS / 8)
+            for patience in (self._reading, self._writing):
+                if not self.is_off and (seconds := patience.silent_seconds) > SILENT_SECONDS:
+                    error = TierFailed(f"tier {self.name} has not answered for {seconds:.0f} s")
+                    self._note(error, reads=patience is self._reading)
+
     async def _recover(self) -> None:
         """After a failure, see again and again whether it works."""
         while True:
@@ -395,15 +424,29 @@ class StoreActor:
             self._failed = anyio.Event()
 
     async def _works(self) -> bool:
-        jobs = [self.submit(self._delete_again, store) for store in list(self._undeleted)]
+        layouts = list(self._layouts.values())
+        jobs = [self.submit(kept.delete_again) for kept in layouts if kept.undeleted]
         jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
         for job in jobs:
             await job.done.wait()
-        works = all(job.error is None for job in jobs)
+        works = all(job.error is None for job in jobs) and await self._can_be_read()
         if works and not self.state.may_write:
             # Layouts that have a store go on, whatever becomes of the others.
             self.state.may_write = self.state.may_read = True
             self._changed.set()
-        for job in [self._submit_prepare(info) for info in list(self._unprepared.values())]:
+        jobs = [
+            self._submit_prepare(kept, info)
+            for kept in self._layouts.values()
+            for info in kept.unprepared.values()
+        ]
+        for job in jobs:
             await job.done.wait()
-        return works and not self._unmade
+        return works and not any(kept.is_lacking for kept in self._layouts.values())
+
+    async def _can_be_read(self) -> bool:
+        try:
+            for store in self.stores if not self.state.may_read else ():
+                await self.read(lambda each: each.notes(), store)
+        except TierFailed:
+            return False
+        return True

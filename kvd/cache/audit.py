@@ -94,15 +94,16 @@ def _check_tree(state: CacheState, space: Namespace) -> None:
 
 
 def _check_tiers(node: Node) -> None:
-    """A tier that has a block has all before it; a store has no copy, or none is on its way."""
+    """A tier that has a block has all before it; a store has a copy, awaits one or has none."""
     tree, parent = node.tree, _before(node)
     assert node.tiers
     for tier in range(len(tree.lrus)):
         assert node.num_children[tier] == sum(child.is_in(tier) for child in node.children)
         assert not node.is_in(tier) or parent is tree.root or parent.is_in(tier)
         is_unsaved, is_saving = node in tree.unsaved[tier], bool(node.saving >> tier & 1)
-        assert is_unsaved + is_saving + node.is_in(tier) <= 1
-        assert node.is_in(MEMORY) or not (is_unsaved or is_saving)
+        is_let_go = node in tree.let_go[tier]
+        assert is_unsaved + is_saving + is_let_go + node.is_in(tier) <= 1
+        assert node.is_in(MEMORY) or not (is_unsaved or is_saving or is_let_go)
 
 
 def _before(node: Node) -> Node:

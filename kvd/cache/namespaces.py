@@ -81,25 +81,30 @@ class Namespaces:
     def make_place(self, *, for_arena: bool) -> Plan:
         """See that a namespace, and an arena for it, may be added: idle ones go, coldest first.
 
-        Raises LimitExceeded, and changes nothing, where all are in use.
+        Raises LimitExceeded as `check_can_make_place`, and changes nothing then.
         """
+        self.check_can_make_place(for_arena=for_arena)
         plan: Plan = []
         arenas, spaces = self.memory.arenas, self.namespaces
-        unused = [arena for arena in arenas.values() if self._is_unused(arena)]
-        idle = [space for space in spaces.values() if self._is_idle(space)]
-        if (is_full := for_arena and len(arenas) >= self.limits.layouts) and not unused:
-            raise LimitExceeded(f"all {self.limits.layouts} layouts are in use")
-        if len(spaces) >= self.limits.namespaces and not idle:
-            raise LimitExceeded(f"all {self.limits.namespaces} namespaces are in use")
-        if is_full:
+        if for_arena and len(arenas) >= self.limits.layouts:
+            unused = filter(self._is_unused, arenas.values())
             arena = min(unused, key=lambda a: max(map(_last_touch, a.namespaces), default=-1))
             for space in list(arena.namespaces):
                 self._forget(space, plan)
             del arenas[arena.id]
             plan.append(Removed(arena.id))
         if len(spaces) >= self.limits.namespaces:
-            self._forget(min(idle, key=_place), plan)
+            self._forget(min(filter(self._is_idle, spaces.values()), key=_place), plan)
         return plan
+
+    def check_can_make_place(self, *, for_arena: bool) -> None:
+        """Raises LimitExceeded where there is no place, and all that could make it are in use."""
+        arenas, spaces, limits = self.memory.arenas, self.namespaces, self.limits
+        is_full = for_arena and len(arenas) >= limits.layouts
+        if is_full and not any(map(self._is_unused, arenas.values())):
+            raise LimitExceeded(f"all {limits.layouts} layouts are in use")
+        if len(spaces) >= limits.namespaces and not any(map(self._is_idle, spaces.values())):
+            raise LimitExceeded(f"all {limits.namespaces} namespaces are in use")
 
     def check_place(self, *, for_arena: bool) -> None:
         """Raises LimitExceeded where one more namespace, and an arena for it, are too many."""

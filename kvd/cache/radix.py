@@ -176,6 +176,18 @@ class Cut:
     keys: list[BlockKey]
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """How many blocks have a copy now; of which none counts, the last one first.
+
+    And the pages of detached blocks that nobody holds any more.
+    """
+
+    num_blocks: int
+    uncounted: list[BlockKey]
+    gone: Pages
+
+
 class Tree:
     """The blocks of one namespace, of key `key`.
 
@@ -183,7 +195,7 @@ class Tree:
     else tells its position from another (`rows.py`). The tree compares them whole.
 
     `unsaved` has for each tier the nodes in memory that shall have a copy there and have none yet,
-    in the order in which they came.
+    in the order in which they came; `let_go` those of which the tier had one that made room.
     """
 
     def __init__(self, key: bytes, block_size: int, row_bytes: int, num_tiers: int = 1) -> None:
@@ -192,6 +204,9 @@ class Tree:
         self.block_bytes = block_size * row_bytes
         self.lrus = [Lru(tier) for tier in range(num_tiers)]
         self.unsaved: list[dict[Node, None]] = [{} for _ in range(num_tiers)]
+        self.let_go: list[dict[Node, None]] = [{} for _ in range(num_tiers)]
+        # Each node is in these or not, whatever becomes of its shape.
+        self.marks = (*self.unsaved, *self.let_go)
         self.counts = [0] * num_tiers
         self.num_nodes = 0
         self.root = Node(self, b"", b"")
@@ -403,6 +418,7 @@ class Tree:
         for node in reversed(missing):
             if not node.saving >> tier & 1 and not node.detached:
                 self.unsaved[tier].setdefault(node)
+                self.let_go[tier].pop(node, None)
 
     def begin_saving(self, node: Node, num_blocks: int, tier: int) -> Node:
         """Lock the first blocks of a node in memory until `end_saving`; the node that has them.
@@ -412,16 +428,14 @@ class Tree:
         """
         node = self.lock(Found(node, num_blocks, 0))
         self.unsaved[tier].pop(node, None)
+        self.let_go[tier].pop(node, None)
         node.saving |= 1 << tier
         return node
 
-    def end_saving(
-        self, end: Node, num_blocks: int, tier: int, *, saved: bool
-    ) -> tuple[int, Pages]:
+    def end_saving(self, end: Node, num_blocks: int, tier: int, *, saved: bool) -> Saved:
         """The copies of the last blocks of a path are there, or will not be.
 
-        How many blocks count as saved, those whose ancestors are; and the pages of detached blocks
-        that nobody holds any more.
+        Those count whose ancestors have one. What is detached was forgotten when it was.
         """
         nodes = []
         node, left = end, num_blocks
@@ -430,6 +444,7 @@ class Tree:
             left -= node.num_blocks
             node = _parent(node)
         count = 0
+        uncounted: list[BlockKey] = []
         for node in reversed(nodes):
             node.saving &= ~(1 << tier)
             if node.detached:
@@ -441,7 +456,8 @@ class Tree:
                 count += node.num_blocks
             else:
                 self.unsaved[tier][node] = None
-        return count, self.unlock(end)
+                uncounted += node.block_keys()
+        return Saved(count, uncounted[::-1], self.unlock(end))
 
     def stored(
         self, end: Node, tokens: Tokens, max_blocks: int, readable: int = -1
@@ -489,7 +505,9 @@ class Tree:
         leaf.leave(tier)
         if tier == MEMORY:
             del leaf.pages[:]
-            self._forget_unsaved(leaf)
+            self._unmark(leaf)
+        elif leaf.is_in(MEMORY):
+            self.let_go[tier][leaf] = None
         if not leaf.tiers:
             _unlist(leaf)
             self.num_nodes -= 1
@@ -555,16 +573,16 @@ class Tree:
     def _uncount(self, node: Node) -> None:
         """A node leaves the tree, and every tier with it."""
         self.num_nodes -= 1
-        self._forget_unsaved(node)
+        self._unmark(node)
         for tier, lru in enumerate(self.lrus):
             if node.is_in(tier):
                 self.counts[tier] -= node.num_blocks
                 if not node.locks:
                     lru.discard(node)
 
-    def _forget_unsaved(self, node: Node) -> None:
-        for unsaved in self.unsaved:
-            unsaved.pop(node, None)
+    def _unmark(self, node: Node) -> None:
+        for marked in self.marks:
+            marked.pop(node, None)
 
     # --- shape ---
 
@@ -594,9 +612,9 @@ class Tree:
         )
         upper.locks, upper.detached, upper.stamp = node.locks, node.detached, node.stamp
         upper.tiers, upper.saving = node.tiers, node.saving
-        for unsaved in self.unsaved:
-            if node in unsaved:
-                unsaved[upper] = None
+        for marked in self.marks:
+            if node in marked:
+                marked[upper] = None
         del node.tokens[:place], node.keys[: num_blocks * KEY_BYTES], node.pages[:num_blocks]
         upper.add_child(node)
         upper.parent = parent
@@ -621,7 +639,7 @@ class Tree:
         lowest.pages = pages
         for node in nodes[1:]:
             node.tiers = 0
-            self._forget_unsaved(node)
+            self._unmark(node)
         parent.add_child(lowest)
 
 
@@ -634,7 +652,7 @@ def _may_be_one(node: Node, below: Node) -> bool:
     return (
         node.children == [below]
         and (node.tiers, node.stamp) == (below.tiers, below.stamp)
-        and all((node in unsaved) == (below in unsaved) for unsaved in tree.unsaved)
+        and all((node in marked) == (below in marked) for marked in tree.marks)
     )
 
 

@@ -138,11 +138,26 @@ class Stores:
                         space.tree.admit(node, store.tier)
 
     def num_unsaved_bytes(self, store: StoreState) -> int:
-        """What is in memory and waits for a copy; locked or not."""
+        """What is in memory and waits for a copy, locked or not, or lost it for want of room."""
         return sum(
-            sum(node.num_blocks for node in space.tree.unsaved[store.tier])
-            * space.arena.layout.page_bytes
+            node.num_blocks * space.arena.layout.page_bytes
             for space in self._memory.spaces()
+            for node in (*space.tree.unsaved[store.tier], *space.tree.let_go[store.tier])
+        )
+
+    def num_without_room(self, stores: Sequence[StoreState]) -> int:
+        """Blocks in memory whose copies made room for others, and that none of these has now."""
+        tiers = [store.tier for store in stores]
+        let_go = {
+            node
+            for space in self._memory.spaces()
+            for tier in tiers
+            for node in space.tree.let_go[tier]
+        }
+        return sum(
+            node.num_blocks
+            for node in let_go
+            if not any(node.is_in(tier) or _waits(node, tier) for tier in tiers)
         )
 
     def next_write(self, store: StoreState, max_bytes: int, plan: Plan) -> Write | None:
@@ -209,15 +224,20 @@ class Stores:
         return count
 
     def end_write(self, write: Write, plan: Plan, *, saved: bool) -> int:
-        """The copies are in the store, or will not be; how many blocks have one now."""
+        """The copies are in the store, or will not be; how many blocks have one now.
+
+        Of the others no record shall stay, whole or in part, of which nobody knows.
+        """
         self.writes.remove(write)
         count = 0
         for piece in write.pieces:
-            num_saved, gone = piece.space.tree.end_saving(
+            done = piece.space.tree.end_saving(
                 piece.end, piece.num_blocks, write.store.tier, saved=saved
             )
-            self._memory.free(piece.space, gone, plan)
-            count += num_saved
+            self._memory.free(piece.space, done.gone, plan)
+            if done.uncounted:
+                plan.append(Forgotten(write.store.tier, write.arena.layout, done.uncounted))
+            count += done.num_blocks
         self._counters["blocks_demoted"] += count
         return count
 

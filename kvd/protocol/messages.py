@@ -635,8 +635,8 @@ class DiscardReply(Reply, frozen=True, tag="discarded"):
 class TierStatus(Struct, frozen=True):
     """One tier, of kind "memory" or "store": bytes, and its pages by state over all layouts.
 
-    `used_bytes` are really taken, `usable_bytes` what blocks may take. A store that fails has its
-    `trouble` in words; `waiting_bytes` are blocks in memory that it shall have and has not yet.
+    `used_bytes` are really taken, `usable_bytes` what blocks may take. `trouble` says in words what
+    is wrong; `waiting_bytes` are blocks in memory that a store shall have and has not.
     """
 
     name: str

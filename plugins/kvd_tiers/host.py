@@ -18,7 +18,7 @@ from kvd.arena.files import boot_id, find_file
 from kvd.arena.header import header_identity
 from kvd.arena.host import HostArena, huge_page_bytes
 from kvd.arena.owner import OwnerLock, private_directory
-from kvd.arena.page_table import FoundRecords, PageTableFile, table_bytes
+from kvd.arena.page_table import FoundRecords, PageTableFile, record_bytes, table_bytes
 from kvd.arena.runs import runs_of
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import MAX_GROUP_PAGES
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 4 << 30
+LEAST_CAPACITY = 64 << 10
 SMALL_BYTES = 1 << 30
 SUFFIXES = (".arena", ".pages", ".about", ".shelf")
 # Other people's files may have such suffixes, too.
@@ -123,6 +124,11 @@ class HostTier(MemoryTier):
             raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
         size = _file_system_bytes(self.directory)
         self.capacity_bytes = config.capacity_bytes or min(size // 4, DEFAULT_CAPACITY)
+        if 0 < config.capacity_bytes < LEAST_CAPACITY:
+            raise ConfigError(
+                f"tiers, type host: a capacity of {format_bytes(config.capacity_bytes)} has room "
+                f"for nothing: set capacity_bytes to {format_bytes(LEAST_CAPACITY)} at least"
+            )
         if self.capacity_bytes > size:
             raise ConfigError(
                 f"tiers, type host: a capacity of {format_bytes(self.capacity_bytes)} does not fit "
@@ -155,6 +161,7 @@ class HostTier(MemoryTier):
         for path in sorted(arenas):
             try:
                 adopted.append(_adopt(path, self._epoch, header_identity(self._header)))
+                self._tell_if_short(adopted[-1].arena)
             except (OSError, TierFailed) as error:
                 logger.warning("reason=not_adopted %s: %s", path, error)
         self._arenas = [each.arena for each in adopted]
@@ -163,6 +170,20 @@ class HostTier(MemoryTier):
             if OURS.fullmatch(path.name) and path.stem not in kept and path.is_file():
                 path.unlink()
         return adopted
+
+    def _tell_if_short(self, arena: TierArena) -> None:
+        """An arena keeps its length; tell of one where the capacity has room for an extent more."""
+        layout = arena.layout
+        page_bytes = layout.page_bytes + record_bytes(layout, arena.row_bytes)
+        if (arena.num_pages + arena.extent_pages) * page_bytes <= self.capacity_bytes:
+            logger.warning(
+                "reason=arena_short %s was made for a smaller capacity: its layout has %s of %s at "
+                "most; for more, stop kvd, remove that file and start kvd: blocks on disk come "
+                "back",
+                arena.path,
+                format_bytes(arena.num_pages * page_bytes),
+                format_bytes(self.capacity_bytes),
+            )
 
     def create_arena(self, layout: Layout, row_bytes: int) -> HostTierArena:
         extent_pages = layout.extent_pages(self._granule, MAX_GROUP_PAGES)

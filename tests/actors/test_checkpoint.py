@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,22 @@ from kvd.actors.sequences import SequenceFiles
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
-from tests.actors.stored import FAULTY, LMDB, ON_DEMAND, STORE, TOKENS
+from tests.actors.stored import FAULTY, LMDB, ON_DEMAND, STORE, TOKENS, Cache
 from tests.actors.test_sequences import CHAT, sequence
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
+from tests.e2e.support import BLOCK, LAYOUT, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
 
 WIDE, WIDER = (Layout(2, heads, 64, "float32", block_size=BLOCK) for heads in (4, 8))
 
 pytestmark = pytest.mark.anyio
+
+
+async def store_as_room_allows(cache: Cache, tokens: list[int]) -> None:
+    """Have these blocks in memory and in the store, though others in memory make room there."""
+    await cache.store(tokens)
+    with contextlib.suppress(TierFailed):
+        await cache.mover.checkpoint()
 
 
 async def test_checkpoints_at_once_are_all_answered(start: Any) -> None:
@@ -118,14 +126,34 @@ async def test_a_layout_that_has_the_room_of_another_begins_anew(start: Any) -> 
         await cache.open(WIDE)
         while not cache.counters["blocks_evicted_stored"]:
             number += 1
-            await cache.store(tokens_of(number, 64), on_disk=True)
+            await store_as_room_allows(cache, tokens_of(number, 64))
         num_before, old = cache.num_on_disk, cache.space
         await cache.open(WIDER)
         while not cache.counters["blocks_crowded_out"]:
             number += 1
-            await cache.store(tokens_of(number, 32), on_disk=True)
+            await store_as_room_allows(cache, tokens_of(number, 32))
         assert cache.actor.trouble == ""
         assert cache.counters["blocks_crowded_out"] <= num_before
         assert cache.num_on_disk >= 32
         assert old.tree.counts[STORE] >= 64  # saved again, as far as there is room now
+        num_saved = cache.counters["blocks_demoted"]
+        with pytest.raises(TierFailed, match="have no room"):
+            await cache.mover.checkpoint()
+        assert cache.counters["blocks_demoted"] == num_saved
+
+
+async def test_a_checkpoint_says_how_much_has_no_copy_since_more_came_than_there_is_room_for(
+    start: Any,
+) -> None:
+    async with start(ON_DEMAND, LMDB | {"capacity_bytes": "4MiB"}, 8 << 20) as cache:
+        number = 0
+        while not cache.counters["blocks_evicted_stored"]:
+            number += 1
+            await store_as_room_allows(cache, tokens_of(number, 64))
+        count = cache.space.tree.num_blocks - cache.num_on_disk
+        with pytest.raises(TierFailed, match=f"{count} blocks have no room"):
+            await cache.mover.checkpoint()
+        disk = cache.manager.tier_status()[STORE]
+        assert disk.waiting_bytes == count * LAYOUT.page_bytes
+        cache.forget_memory()
         assert await cache.mover.checkpoint() == 0

@@ -138,6 +138,39 @@ def test_a_damaged_file_is_set_aside_and_said(
     assert "sequence_damaged" in caplog.text
 
 
+def test_what_cannot_be_read_after_a_power_loss_is_left_out_and_kept(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreadable = machine.disk / "sequences" / f"{'0' * 32}.sequence"
+    unreadable.mkdir(parents=True)
+    machine.save()
+    machine.files.checkpoint()
+    machine.lose_power()
+    assert machine.found == {"chat": 1}
+    assert f"reason=sequence_unread {unreadable} is left out" in caplog.text
+    machine.start()
+    machine.files.checkpoint()
+    assert unreadable in machine.paths(machine.disk)
+
+
+def test_what_can_be_read_again_is_found_by_the_next_start(machine: Machine) -> None:
+    machine.save()
+    machine.files.checkpoint()
+    (path,) = machine.paths(machine.disk)
+    aside = path.rename(path.with_suffix(".aside"))
+    path.mkdir()
+    machine.lose_power()
+    assert machine.found == {}
+    path.rmdir()
+    aside.rename(path)
+    machine.start()
+    assert machine.found == {"chat": 1}
+    machine.save(generation=2)
+    machine.files.checkpoint()
+    machine.lose_power()
+    assert machine.found == {"chat": 2}
+
+
 def test_in_the_place_of_a_damaged_file_comes_that_of_the_last_checkpoint(
     machine: Machine,
 ) -> None:

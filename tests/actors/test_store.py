@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
+from anyio import create_task_group
+from msgspec.structs import replace
 
 from kvd.arena.about import read_about
 from kvd.config import CacheConfig, LimitConfig
-from kvd.protocol.errors import LimitExceeded, TierFailed
+from kvd.protocol.errors import BadRequest, LimitExceeded, TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
-from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, TOKENS
+from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, STORE, TOKENS
 from tests.actors.waiting import until
+from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import LAYOUT, PAGE_FIRST, tokens_of
+from tests.e2e.support import LAYOUT, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
+
+if TYPE_CHECKING:
+    from kvd.protocol.layout import Layout
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +62,11 @@ async def test_the_tier_is_closed_when_all_that_was_submitted_is_done(
     (store,) = tier.stores()
     assert sum(map(len, store.scan())) == 2
     tier.close()
+
+
+def stems(directory: Path) -> set[str]:
+    """What arenas there are."""
+    return {path.stem for path in directory.glob("*.arena")}
 
 
 def scanned(store: Store) -> list[Any]:
@@ -123,7 +136,7 @@ async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
         cache.drop()
         cache.actor.remove_store(LAYOUT)
         set_faults(shm, Faults.SOME)
-        await until(lambda: bool(cache.actor.trouble))
+        await until(lambda: cache.actor.counters["write_failures"] > 0)
         set_faults(shm, Faults.NONE)
         await until(lambda: not cache.actor.trouble)
         assert cache.actor.tier.stores() == []
@@ -187,3 +200,121 @@ async def test_where_unknown_records_have_all_the_room_nothing_known_makes_room_
         with pytest.raises(TierFailed):
             await cache.mover.checkpoint()
         assert cache.num_on_disk == 4
+
+
+@pytest.mark.parametrize(
+    "layout", [replace(LAYOUT, num_layers=1 << 15), replace(LAYOUT, num_planes=1, head_size=1)]
+)
+async def test_a_layout_that_cannot_be_takes_no_others_place(start: Any, layout: Layout) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(layouts=1)
+        await cache.store(TOKENS, on_disk=True)
+        cache.manager.close_namespace(1, cache.space.id)
+        with pytest.raises(BadRequest):
+            await cache.open(layout)
+        assert (cache.num_blocks(), cache.num_on_disk, len(cache.keys_on_disk())) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(("layout", "arena"), [(LAYOUT, 1), (PAGE_FIRST, 2)])
+async def test_a_namespace_of_which_no_note_can_be_takes_no_others_place(
+    start: Any,
+    shm: Path,  # noqa: F811
+    layout: Layout,
+    arena: int,
+) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(layouts=1, namespaces=1)
+        await cache.store(TOKENS, on_disk=True)
+        cache.manager.close_namespace(1, cache.space.id)
+        (shm / f"{1:016x}-{arena}.about.new").mkdir()
+        with pytest.raises(TierFailed):
+            await cache.open(layout, salt="second")
+        assert (cache.num_blocks(), cache.num_on_disk, len(cache.keys_on_disk())) == (4, 4, 4)
+        assert stems(shm) == {f"{1:016x}-1"}
+
+
+async def test_what_took_a_place_is_known_to_the_next_start(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start() as cache:
+        cache.manager.state.limits = LimitConfig(layouts=1)
+        await cache.store(TOKENS)
+        cache.manager.close_namespace(1, cache.space.id)
+        await cache.open(PAGE_FIRST)
+        await cache.manager.in_order(anyio.sleep, 0)
+        (stem,) = stems(shm)
+        about = read_about(shm / f"{stem}.about")
+        assert about.namespaces == {cache.space.id: cache.space.info}
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_tier_whose_reads_hang_is_a_miss_and_in_trouble_until_they_return(
+    start: Any,
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache, create_task_group() as tasks:
+        await cache.store(TOKENS, on_disk=True)
+        cache.forget_memory()
+        set_faults(shm, Faults.STUCK)
+        tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
+        with monkeypatch.context() as hasty:
+            hasty.setattr("kvd.actors.store.SILENT_SECONDS", 0.01)
+            await until(lambda: "has not answered" in cache.manager.tier_status()[STORE].trouble)
+        assert cache.manager.state.lacking(cache.space, packed(TOKENS)) is None
+        set_faults(shm, Faults.NONE)
+        await until(lambda: cache.counters["blocks_promoted"] == 4)
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.state.may_read
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_tier_whose_writes_hang_is_read_still_and_written_when_they_return(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as cache:
+        await cache.store(TOKENS, on_disk=True)
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        with monkeypatch.context() as hasty:
+            hasty.setattr("kvd.actors.store.SILENT_SECONDS", 0.01)
+            await until(lambda: "has not answered" in cache.actor.trouble)
+        assert (cache.actor.state.may_write, cache.actor.state.may_read) == (False, True)
+        go.set()
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.state.may_write
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_layout_that_could_not_be_kept_is_no_trouble_once_nobody_uses_it(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.actor.settle()
+        set_faults(shm, Faults.FULL)
+        await cache.open(PAGE_FIRST)
+        await until(lambda: bool(cache.actor.trouble))
+        cache.manager.state.limits = LimitConfig(namespaces=2)
+        cache.manager.close_namespace(1, cache.space.id)
+        await cache.open(salt="in its place")
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert await cache.mover.checkpoint() == 0
+
+
+async def test_of_a_layout_that_goes_while_its_store_is_made_no_store_is_left(start: Any) -> None:
+    async with start() as cache:
+        go = threading.Event()
+        cache.actor.submit(go.wait, PATIENCE_SECONDS)
+        await cache.open(PAGE_FIRST)
+        cache.manager.close_namespace(1, cache.space.id)
+        cache.manager.state.limits = LimitConfig(layouts=2)
+        await cache.open(replace(LAYOUT, num_layers=3))
+        go.set()
+        await cache.actor.settle()
+        layouts = {arena.layout for arena in cache.manager.arenas.values()}
+        assert PAGE_FIRST not in layouts
+        assert {store.layout for store in cache.actor.tier.stores()} == layouts
+        assert {store.layout for store in cache.actor.stores} == layouts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvd.arena.runs import Pages
     from kvd.cache.plan import Plan, Step
+    from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
 
 
@@ -25,6 +26,8 @@ class Books:
         self.tables: dict[int, PageTable] = {}
         self.generations: Counter[int] = Counter()
         self.freed: list[Page] = []
+        # What each store has, as far as it was told.
+        self.records: defaultdict[int, set[BlockKey]] = defaultdict(set)
 
     def add_arena(self, number: int, layout: Layout, row_bytes: int, num_pages: int) -> None:
         assert number not in self.tables
@@ -66,6 +69,8 @@ class Books:
                 self.tables[arena].unback(pages_of([run]))
             case plans.Back(arena, run):
                 self.check_states(arena, pages_of([run]), PageState.UNBACKED)
+            case plans.Forgotten(tier, _, keys):
+                self.records[tier].difference_update(keys)
             case plans.Unnamed(arena, number, _):
                 is_block = self.tables[arena].records["state"] == PageState.COMMITTED
                 assert number not in self.tables[arena].records["namespace"][is_block]

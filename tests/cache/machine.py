@@ -235,9 +235,11 @@ class Machine(RuleBasedStateMachine):
         try:
             self.model.make_place(for_arena=for_arena)
         except Refused as refused:
-            with pytest.raises(ERRORS[refused.kind]):
-                self.state.make_place(for_arena=for_arena)
+            for refuse in (self.state.check_can_make_place, self.state.make_place):
+                with pytest.raises(ERRORS[refused.kind]):
+                    refuse(for_arena=for_arena)
             return False
+        self.state.check_can_make_place(for_arena=for_arena)
         plan = self.state.make_place(for_arena=for_arena)
         self.books.carry_out(plan)
         self.check_forgotten(plan, names.keys() - self.names().keys())
@@ -375,14 +377,20 @@ class Machine(RuleBasedStateMachine):
     def copies_agree(self) -> None:
         for store, expected in zip(self.stores, self.model.stores, strict=True):
             copies: set[Name] = set()
+            keys: set[BlockKey] = set()
             unsaved: set[Name] = set()
             for space in self.state.namespaces.values():
                 for node in space.tree.nodes():
                     if node.is_in(store.tier):
                         copies.update(names_of(space, node))
+                        keys.update(node.block_keys())
                     if node in space.tree.unsaved[store.tier]:
                         unsaved.update(names_of(space, node))
             assert copies == expected.copies
+            # The store has nothing else, but for what is on its way there.
+            writes = [write for write in self.state.stores.writes if write.store is store]
+            assert keys <= self.books.records[store.tier]
+            assert self.books.records[store.tier] <= keys.union(*(each.keys for each in writes))
             assert self.state.stores.used_bytes(store) == self.model.used_bytes_in(expected)
             # A node that waits may have grown meanwhile: what it has more waits too.
             more = unsaved - expected.wanted

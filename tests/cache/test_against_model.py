@@ -528,6 +528,7 @@ class CacheAndModel(Machine):
         plan: Plan = []
         write = self.state.stores.next_write(store, max_bytes, plan)
         self.told_of_copies(plan, kept)
+        self.books.carry_out(plan)
         if write is None:
             for space in self.wanting(expected):
                 layout, leaves = space.arena.layout, self.model.leaves(expected, kept)
@@ -539,6 +540,7 @@ class CacheAndModel(Machine):
                 elif store.most_of(layout) >= layout.page_bytes:
                     assert layout not in map(self.layout_of, leaves)
             return None
+        self.books.records[store.tier].update(write.keys)
         self.model.begin_write(expected, [names[key] for key in write.keys])
         layout = write.arena.layout
         assert self.used_bytes_of(expected, layout) <= store.most_of(layout)
@@ -602,6 +604,7 @@ class CacheAndModel(Machine):
         plan: Plan = []
         self.state.stores.trim(store, plan)
         self.told_of_copies(plan)
+        self.books.carry_out(plan)
         is_within = self.model.used_bytes_in(expected) <= usable_bytes
         assert is_within or not self.model.leaves(expected, set())
 
@@ -619,9 +622,28 @@ class CacheAndModel(Machine):
         expected = self.model.stores[store.tier - 1]
         layout = list(store.record_bytes)[pick % len(store.record_bytes)]
         if not expected.writes:
-            self.state.forget_copies(layout, store.tier)
             gone = {name for name in expected.copies if self.layout_of(name) == layout}
+            keys = {key for key, name in self.names().items() if name in gone}
+            self.state.forget_copies(layout, store.tier)
+            self.books.records[store.tier] -= keys
             self.model.give_up(expected, gone)
+
+    @precondition(lambda self: any(store.copies for store in self.model.stores))
+    @rule(pick=any_number)
+    def copy_is_damaged(self, pick: int) -> None:
+        """It goes with what follows it; what memory has of them goes down again."""
+        store = next(store for store in self.stores if self.model.stores[store.tier - 1].copies)
+        expected = self.model.stores[store.tier - 1]
+        number, tokens = sorted(expected.copies)[pick % len(expected.copies)]
+        space = self.state.namespaces[number]
+        plan = self.state.remove_copy(space, encode(space, tokens), store.tier)
+        gone = {
+            name
+            for name in expected.copies
+            if name[0] == number and name[1][: len(tokens)] == tokens
+        }
+        self.books.carry_out(plan)
+        self.model.give_up(expected, gone)
 
     # --- ends ---
 

@@ -248,9 +248,9 @@ class TreeAndDict(RuleBasedStateMachine):
             is_there = self.pages.get(name) == page
             if saved and is_there and (name[:-BLOCK] in copies or len(name) == BLOCK):
                 copies.add(name)
-        count, gone = self.tree.end_saving(saving.end, size, saving.store, saved=saved)
-        assert count == len(copies) - num_before
-        self.forget(gone)
+        done = self.tree.end_saving(saving.end, size, saving.store, saved=saved)
+        assert done.num_blocks == len(copies) - num_before
+        self.forget(done.gone)
 
     # --- removing ---
 

@@ -174,6 +174,42 @@ def test_a_release_while_a_copy_is_under_way_is_a_touch() -> None:
     assert cache.texts_in(0) == {"a"}
 
 
+def test_what_made_room_for_later_copies_is_told_of_while_memory_has_it() -> None:
+    cache = Cache(stores=[near := disk(2), far := disk(3, tier=2)])
+    for letter in "abcd":
+        cache.fill(letter)
+        cache.save(near)
+        cache.save(far)
+    assert [cache.state.stores.num_without_room([each]) for each in (near, far)] == [2, 1]
+    assert cache.state.stores.num_without_room([near, far]) == 1
+    assert cache.state.stores.num_unsaved_bytes(near) == 2 * BLOCK
+    cache.evict(1)
+    assert cache.state.stores.num_without_room([near, far]) == 0
+
+
+def test_what_made_room_waits_again_when_it_is_used_again() -> None:
+    cache = Cache(stores=[store := disk(1)])
+    for letter in "ab":
+        cache.fill(letter)
+        cache.save(store)
+    cache.release(cache.match("a"))
+    assert cache.state.stores.num_without_room([store]) == 0
+    assert next_letters(cache, store) == "a"
+
+
+def test_of_a_write_whose_ancestor_went_meanwhile_the_store_keeps_nothing() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.fill("ab")
+    cache.save(store)
+    cache.fill("abcd")
+    write = cache.begin_write(store)
+    plan: Plan = []
+    cache.state.remove_copy(cache.namespace, packed("a"), store.tier)
+    assert cache.state.stores.end_write(write, plan, saved=True) == 0
+    assert forgotten(plan) == [Forgotten(1, LAYOUT, keys("abcd")[:1:-1])]
+    assert next_letters(cache, store) == "abcd"
+
+
 # --- admission ---
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvd.protocol.messages import MAX_PIECE_BYTES
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import BadRequest, Layout, LeaseEnded, PagesInUse, Unsupported
+from kvd_client.aio import AsyncClient
 from kvd_client.client import Client
 from tests.e2e.support import (
     BLOCK,
@@ -27,7 +28,10 @@ from tests.e2e.support import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvd_client.client import Lease, Namespace
+    from kvd_client.lease import LeaseBase
 
 TOKENS = tokens_of(1, 40)
 
@@ -55,7 +59,7 @@ def pages_for(tokens: Sequence[int], layout: Layout) -> bytes:
     return b"".join(blocks)
 
 
-def write(lease: Lease, tokens: Sequence[int], start: int) -> None:
+def write(lease: LeaseBase, tokens: Sequence[int], start: int) -> None:
     data = pages_for(tokens, lease.layout)[start // BLOCK * lease.layout.page_bytes :]
     for pages in lease.write_pages(start, len(tokens)):
         pages[...] = np.frombuffer(data[: pages.nbytes], pages.dtype).reshape(pages.shape)
@@ -71,6 +75,26 @@ def store(namespace: Namespace, tokens: Sequence[int]) -> None:
 def holds(lease: Lease, tokens: Sequence[int]) -> bool:
     read = [pages.tobytes() for pages in lease.read_pages(0, len(tokens))]
     return b"".join(read) == pages_for(tokens, lease.layout)
+
+
+def has(lease: LeaseBase, tokens: Sequence[int], num_tokens: int) -> bool:
+    """Whether the lease has so many of these tokens, and their rows."""
+    read = b"".join(pages.tobytes() for pages in lease.read_pages(0, num_tokens))
+    rows = [rows_of(data, lease.layout) for data in (read, pages_for(tokens, lease.layout))]
+    is_same = np.array_equal(rows[0][:num_tokens], rows[1][:num_tokens])
+    return lease.num_tokens == num_tokens and is_same
+
+
+def rows_of(pages: bytes, layout: Layout) -> NDArray[np.uint8]:
+    """Pages token by token."""
+    row_bytes = layout.slice_bytes // BLOCK
+    by_slice = np.frombuffer(pages, np.uint8).reshape(-1, layout.num_slices, BLOCK, row_bytes)
+    return by_slice.swapaxes(1, 2).reshape(-1, layout.token_bytes)
+
+
+def kept_of(num_tokens: int, layout: Layout) -> int:
+    """Of so many tokens of a sequence, those whose KV is kept."""
+    return num_tokens // BLOCK * BLOCK if layout.is_opaque else num_tokens
 
 
 @each_layout
@@ -148,19 +172,39 @@ def test_a_page_first_layout_is_reused_to_the_token(
     assert tail[0, :, :, :2].tobytes() == expected[2, :, :, :2].tobytes()
 
 
+@pytest.mark.parametrize("num_tokens", [0, 3, 7, 8])
 @pytest.mark.parametrize("maps", [True, False])
-def test_a_page_first_sequence_is_resumed_to_the_token(
-    maps: bool, client: Client, copier: Client, salt: str
+@each_layout
+def test_a_sequence_is_resumed_as_far_as_its_rows_are_told_apart(
+    layout: Layout, maps: bool, num_tokens: int, client: Client, copier: Client, salt: str
 ) -> None:
-    namespace = (client if maps else copier).open(IDENTITY, PAGE_FIRST, salt=salt)
+    namespace = (client if maps else copier).open(IDENTITY, layout, salt=salt)
     with namespace.match([], reserve_tokens=8) as lease:
         write(lease, TOKENS[:8], 0)
-        written = lease.read_pages(4, 7)[0][0, :, :, :3].tobytes()
-        lease.commit(TOKENS[:4])
-        lease.save("chat", TOKENS[:7])
-    with namespace.resume("chat").lease as lease:
-        assert lease.num_tokens == 7
-        assert lease.read_pages(4, 7)[0][0, :, :, :3].tobytes() == written
+        lease.commit(TOKENS[:num_tokens])
+        generation = lease.save("chat", TOKENS[:num_tokens], b"state")
+    resumed = namespace.resume("chat", reserve_tokens=8)
+    with resumed.lease as lease:
+        assert has(lease, TOKENS[:8], kept_of(num_tokens, layout))
+        assert (resumed.tokens.tolist(), resumed.state) == (TOKENS[:num_tokens], b"state")
+        lease.save("chat", TOKENS[:num_tokens], generation=resumed.generation)
+    assert resumed.generation > generation
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 7, 8])
+@pytest.mark.parametrize("maps", [True, False])
+@each_layout
+async def test_tasks_resume_sequences_of_each_order(
+    layout: Layout, maps: bool, num_tokens: int, daemon: RunningDaemon, salt: str
+) -> None:
+    async with AsyncClient(daemon.endpoint, timeout=30.0, maps=maps) as client:
+        namespace = client.open(IDENTITY, layout, salt=salt)
+        async with await namespace.match([], reserve_tokens=8) as lease:
+            write(lease, TOKENS[:8], 0)
+            await lease.commit(TOKENS[:num_tokens])
+            await lease.save("chat", TOKENS[:num_tokens])
+        async with (await namespace.resume("chat")).lease as lease:
+            assert has(lease, TOKENS[:8], kept_of(num_tokens, layout))
 
 
 def test_rows_of_page_first_pages_are_copied(client: Client, salt: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from kvd.protocol.messages import CheckpointRequest, ErrorReply
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import DaemonUnavailable, DeadlineExceeded, TierFailed
+from kvd_client.client import Client
 from tests.actors.wire import Wire, packed
 from tests.e2e.support import (
     BLOCK,
@@ -32,7 +33,7 @@ from tests.e2e.support import (
 
 if TYPE_CHECKING:
     from kvd_client import TierStatus
-    from kvd_client.client import Client, Namespace
+    from kvd_client.client import Namespace
 
 TOKENS = tokens_of(1, 8)
 LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
@@ -79,27 +80,21 @@ def flip_page(daemon: RunningDaemon, page: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@contextmanager
-def environment(daemon: RunningDaemon) -> Iterator[Any]:
-    """The environment of the LMDB tier, as any program opens it."""
-    (path,) = data_of(daemon).glob("lmdb/*/data.mdb")
-    with lmdb.open(str(path.parent), map_size=path.stat().st_size, max_dbs=3) as opened:
-        yield opened
-
-
 def flip_record(daemon: RunningDaemon, block: list[int]) -> None:
     """Change a byte of the record of the block that has these tokens."""
-    with environment(daemon) as opened:
-        data, abouts = (opened.open_db(name) for name in (b"data", b"about"))
-        with opened.begin(write=True) as txn:
-            (key,) = (
-                key
+    (path,) = data_of(daemon).glob("lmdb/*/data.mdb")
+    with lmdb.open(str(path.parent), max_dbs=3, readonly=True, lock=False) as environment:
+        data, abouts = (environment.open_db(name) for name in (b"data", b"about"))
+        with environment.begin() as txn:
+            (record,) = (
+                txn.get(key, db=data)
                 for key, about in txn.cursor(abouts)
                 if about[KEY_BYTES:] == packed(block)  # behind its parent's key
             )
-            record = bytearray(txn.get(key, db=data))
-            record[0] ^= 1
-            txn.put(key, bytes(record), db=data)
+    with path.open("r+b") as file:
+        place = file.read().index(record)
+        file.seek(place)
+        file.write(bytes([record[0] ^ 1]))
 
 
 def num_found(namespace: Namespace) -> int:
@@ -188,29 +183,33 @@ def test_what_a_checkpoint_saved_outlives_the_machines_memory(
     assert num_found(namespace) == 8
 
 
+@pytest.mark.parametrize("below", [{"type": "faulty", "tier": LMDB}])
 def test_a_checkpoint_goes_on_without_who_asked_for_it(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
     store(namespace, TOKENS)
     eventually(lambda: disk_of(client).used_bytes)
-    with environment(daemon) as opened, opened.begin(write=True):  # so that nobody else writes
-        with pytest.raises(DeadlineExceeded):
-            client.checkpoint(timeout=0.3)
-        assert disk_of(client).num_blocks == 0
+    set_faults(data_of(daemon), Faults.STUCK)
+    with pytest.raises(DeadlineExceeded):
+        client.checkpoint(timeout=0.3)
+    assert disk_of(client).num_blocks == 0
+    set_faults(data_of(daemon), Faults.NONE)
     eventually(lambda: disk_of(client).num_blocks == 8)
 
 
+@pytest.mark.parametrize("below", [{"type": "faulty", "tier": LMDB}])
 def test_checkpoints_that_wait_are_bounded(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
     store(namespace, TOKENS)
     eventually(lambda: disk_of(client).used_bytes)
     with closing(Wire(daemon.endpoint)) as wire:
-        with environment(daemon) as opened, opened.begin(write=True):  # so that none is done
-            # The one under way may have taken up as many as wait.
-            for number in range(2 * LimitConfig().session_waiting + 1):
-                wire.send(encode(CheckpointRequest(id=number + 1)))
-            refusal = wire.receive()
+        set_faults(data_of(daemon), Faults.STUCK)  # so that none is done
+        # The one under way may have taken up as many as wait.
+        for number in range(2 * LimitConfig().session_waiting + 1):
+            wire.send(encode(CheckpointRequest(id=number + 1)))
+        refusal = wire.receive()
+        set_faults(data_of(daemon), Faults.NONE)
         assert isinstance(refusal, ErrorReply)
         assert refusal.code == "limit_exceeded"
 
@@ -233,3 +232,16 @@ def test_a_disk_that_takes_nothing_fails_a_checkpoint_and_nothing_else(
     set_faults(data_of(daemon), Faults.NONE)
     eventually(lambda: not disk_of(client).trouble)
     assert client.checkpoint(timeout=PATIENCE_SECONDS) == 8
+
+
+def test_removed_files_in_memory_are_told_of_until_a_start(
+    daemon: RunningDaemon, client: Client
+) -> None:
+    shutil.rmtree(daemon.directory)
+    eventually(lambda: client.status().tiers[0].trouble)
+    with Client(daemon.endpoint) as other, pytest.raises(DaemonUnavailable, match="no room"):
+        other.sequences()
+    assert daemon.log.count("reason=header_removed") == 1
+    daemon.restart()
+    assert client.wait_attached(PATIENCE_SECONDS)
+    assert not client.status().tiers[0].trouble

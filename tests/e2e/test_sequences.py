@@ -180,6 +180,20 @@ def test_of_ten_rivals_the_last_to_resume_has_it(
     assert namespace.resume("chat").state == b"%d" % max(generations)
 
 
+def test_a_resume_that_is_refused_leaves_a_sequence_to_its_owner() -> None:
+    with (
+        running_daemon(settings(limits={"session_namespaces": 1})) as daemon,
+        Client(daemon.endpoint, timeout=30.0) as owner,
+        Client(daemon.endpoint, timeout=30.0) as other,
+    ):
+        lease = owner.open(IDENTITY, LAYOUT).match([])
+        generation = lease.save("chat", [])
+        other.open(IDENTITY, LAYOUT, salt="its own").match([])
+        with pytest.raises(LimitExceeded, match="namespaces open"):
+            other.open(IDENTITY, LAYOUT).resume("chat")
+        lease.save("chat", [], generation=generation)
+
+
 def test_a_save_is_refused_rather_than_that_another_is_lost() -> None:
     limits = {"sequences": 2, "sequence_bytes": "1KiB"}
     with (

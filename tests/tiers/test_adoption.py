@@ -191,6 +191,17 @@ def test_what_clients_know_by_another_header_is_not_taken_over(shm: Path) -> Non
         assert tier.adopt() == []
 
 
+@pytest.mark.parametrize(
+    ("capacity", "is_short"), [(1 << 16, False), (1 << 20, False), (2 << 20, True)]
+)
+def test_an_arena_that_is_too_short_for_the_capacity_is_told_of(
+    left: Path, caplog: pytest.LogCaptureFixture, capacity: int, is_short: bool
+) -> None:
+    with opened(left.parent, 2, capacity) as tier:
+        assert len(tier.adopt()) == 1
+    assert (f"reason=arena_short {left}" in caplog.text) == is_short
+
+
 # --- namespaces ---
 
 
