@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Why a sequence is over: a stop token or string, its length, its caller, its deadline, or another
-# process that goes on with it.
-Reason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "taken"]
+# process that goes on with it; or a fault of ours, which the log tells.
+Reason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "taken", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +205,19 @@ class Engine:
         self._end_late()
         if parts := self.scheduler.plan():
             with telemetry.step([part.sequence.span for part in parts]):
-                self._sample(self._compute(parts))
+                self._do(parts)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _do(self, parts: list[Part]) -> None:
+        try:
+            self._sample(self._compute(parts))
+        except BaseException:
+            # How far each came is not known: all is planned anew, should anybody step again.
+            for sequence in [part.sequence for part in parts]:
+                if sequence in self.scheduler.running:
+                    self.scheduler.preempt(sequence)
+            raise
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -251,10 +261,15 @@ class Engine:
         ready = [(each, row) for first, row in computed for each in (first, *self._forked(first))]
         if not ready:
             return
-        draws = [Draw(each.request.params, each.sample, each.tokens.tolist()) for each, _ in ready]
+        draws = [Draw(each.request.params, each.sample, each.tokens) for each, _ in ready]
         tokens = next_tokens(torch.stack([row for _, row in ready]), draws)
         for (sequence, _), token in zip(ready, tokens, strict=True):
-            self._take(sequence, token)
+            try:
+                self._take(sequence, token)
+            except Exception:  # its text, or its save: nobody else's fault
+                logger.exception("reason=internal %s", sequence.name)
+                sequence.text = None
+                self._end(sequence, "failed")
 
     def _forked(self, first: Sequence) -> list[Sequence]:
         """Those that share what the first has computed. Others wait, and match what is cached."""
@@ -273,6 +288,7 @@ class Engine:
         reason = self._reason(sequence, token.id)
         if reason and sequence.text:
             text += sequence.text.finish()
+            reason = "stop" if sequence.text.stopped_by else reason
         self._say(sequence, (token,), text, reason)
         if reason:
             self._finish(sequence, reason)

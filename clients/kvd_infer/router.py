@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Outputs in order, the error that ended them, or None: there are no more.
 Item: TypeAlias = "Output | Exception | None"
+
+
+class EngineFailed(Exception):
+    """A fault of the engine ended the request; its log says which."""
 
 
 class Stream:
@@ -54,6 +58,7 @@ class Stream:
         try:
             while (item := self._items.get()) is not None:
                 yield _checked(item)
+            self._items.put(None)  # for who asks again
         finally:
             self.cancel()
 
@@ -70,6 +75,7 @@ class Stream:
                 arrived.clear()
                 while not self._items.empty():
                     if (item := self._items.get()) is None:
+                        self._items.put(None)
                         return
                     yield _checked(item)
                 await arrived.wait()
@@ -89,8 +95,8 @@ class Stream:
             self._num_left = 0
         elif item.reason:
             self._num_left -= 1
-            if not self._num_left:
-                self._items.put(None)
+        if not self._num_left:
+            self._items.put(None)
         self._wake()
 
     @property
@@ -125,6 +131,15 @@ class Router:
     @property
     def num_requests(self) -> int:
         return len(self._streams)
+
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is somebody who steps the engine."""
+        return self._thread.is_alive()
 
     def submit(
         self,
@@ -181,20 +196,35 @@ class Router:
     # --- the thread ---
 
     def _run(self) -> None:
-        while self._wait():
-            try:
-                for output in self._engine.step():
-                    self._put(output.request, output)
-            except Exception as error:
-                logger.exception("reason=internal a step failed")
-                self._engine.close()
-                for output in self._engine.step():  # which says of each that it is over
-                    self._put(output.request, error)
-            self._forget()
+        try:
+            while self._wait():
+                self._step()
+                self._forget()
+        except BaseException:
+            logger.exception("reason=internal the engine's thread ended")
+        finally:
+            with self._lock:
+                self._is_closing = True
+                self._fail(list(self._streams), "the engine ended")
+                self._streams.clear()
+                self._lock.notify_all()
 
-    def _put(self, id: str, item: Output | Exception) -> None:
-        if (stream := self._streams.get(id)) is not None:
-            stream.put(item)
+    def _step(self) -> None:
+        try:
+            for output in self._engine.step():
+                if (stream := self._streams.get(output.request)) is not None:
+                    stream.put(output)
+        except Exception as error:
+            logger.exception("reason=internal a step failed")
+            self._engine.close()
+            ended = {output.request for output in self._engine.step()}
+            self._fail(ended, f"a step failed: {error!r}")
+
+    def _fail(self, ids: Iterable[str], why: str) -> None:
+        """End these, each by an error of its own: what its traceback holds is nobody else's."""
+        for id in ids:
+            if (stream := self._streams.get(id)) is not None and not stream.is_over:
+                stream.put(EngineFailed(why))
 
     def _wait(self) -> bool:
         """Do what is to be done, and wait for work; False when all is over."""

@@ -78,6 +78,11 @@ class Rows:
         return self._lease
 
     @property
+    def are_private(self) -> bool:
+        """Whether those that come lie in private memory, and are not committed."""
+        return self._lease is None or self._pages_end
+
+    @property
     def _capacity(self) -> int:
         return self._lease.capacity_tokens if self._lease else 0
 

@@ -96,7 +96,7 @@ class Draw:
 
     params: SamplingParams
     sample: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _choose(logits: Tensor, draw: Draw) -> int:
     return int(scores.argmax())
 
 
-def _penalized(scores: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
+def _penalized(scores: Tensor, tokens: Sequence[int] | Tensor, penalty: float) -> Tensor:
     seen = torch.as_tensor(tokens, dtype=torch.long)
     seen = seen[seen < len(scores)]  # a model may read more ids than it writes
     old = scores[seen]

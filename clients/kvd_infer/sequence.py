@@ -75,7 +75,7 @@ class Sequence:
         self._ids = torch.empty(self.num_prompt + request.params.max_tokens, dtype=torch.int64)
         self._ids[: self.num_prompt] = torch.tensor(request.tokens)
         self.rows: Rows | None = None
-        self.cached_tokens = 0
+        self._cached_tokens: int | None = None
         self.text: TextStream | None = None
         self.generation = 0  # of its last save
         self.span = telemetry.tracer.start_span(
@@ -94,6 +94,11 @@ class Sequence:
         return self._ids[: self.num_tokens]
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those that were in kvd when it began; not what it has computed since."""
+        return self._cached_tokens or 0
+
+    @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt
 
@@ -110,7 +115,7 @@ class Sequence:
     @property
     def is_private(self) -> bool:
         """Whether its KV lies in memory of the engine's own."""
-        return self.rows is not None and self.rows.lease is None
+        return self.rows is not None and self.rows.are_private
 
     @property
     def tokens_by_tier(self) -> Mapping[str, int]:
@@ -122,8 +127,8 @@ class Sequence:
         if self.rows is None:
             with trace.use_span(self.span), telemetry.tracer.start_as_current_span(telemetry.MATCH):
                 self.rows = Rows(namespace, layout, self.tokens)
-            if self.num_tokens == self.num_prompt:
-                self.cached_tokens = self.rows.reused_tokens
+            if self._cached_tokens is None:
+                self._cached_tokens = self.rows.reused_tokens
 
     def resume(self, namespace: Namespace, generated: list[int], lease: Lease) -> None:
         """Go on behind tokens that another process generated, with what is left of their KV."""
@@ -138,7 +143,7 @@ class Sequence:
         """
         with suppress(LeaseEnded):
             self.rows = other.rows.fork(seconds) if other.rows else None
-            self.cached_tokens = other.cached_tokens
+            self._cached_tokens = other.cached_tokens
         return self.rows is not None
 
     def reserve(self, num_tokens: int, seconds: float) -> bool:

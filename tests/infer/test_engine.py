@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from signal import SIGKILL
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -521,3 +521,42 @@ def test_resume_of_what_no_engine_saved_is_refused(
 def test_engine_without_kvd_resumes_nothing(model: Model) -> None:
     with pytest.raises(BadRequest, match="client"):
         Engine(model).resume("one/0")
+
+
+# --- faults of ours ---
+
+
+def test_a_fault_in_one_sequences_text_ends_that_one_alone(model: Model) -> None:
+    engine = Engine(model)
+    good, bad = greedy("good", ids(20)), greedy("bad", ids(30))
+    engine.add(good)
+    engine.add(bad)
+    (sequence,) = engine._requests["bad"]
+    sequence.text = cast("Any", object())  # nothing can be fed to it
+    heard = run(engine)
+    assert heard.reasons == {"good/0": "length", "bad/0": "failed"}
+    assert_as_alone(heard, good)
+
+
+def test_an_engine_goes_on_after_a_step_that_raised(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = Engine(model), greedy("one", ids(20))
+    engine.add(request)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvd_infer.engine.next_tokens", fail)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+    assert_as_alone(run(engine), request)
+
+
+def test_what_a_sequence_computed_itself_was_not_cached(model: Model, client: Client) -> None:
+    engine, request = Engine(model, client, limits=Limits(step_tokens=32)), greedy("one", ids(96))
+    engine.add(request)
+    engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    assert run(engine).cached == {"one/0": 0}

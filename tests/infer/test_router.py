@@ -11,8 +11,9 @@ import pytest
 
 from kvd_client import BadRequest, LimitExceeded
 from kvd_infer.engine import Engine
-from kvd_infer.router import Router, Stream
+from kvd_infer.router import EngineFailed, Router, Stream
 from kvd_infer.sampler import SamplingParams
+from tests.e2e.support import eventually
 from tests.infer.conftest import PATIENCE_SECONDS
 from tests.infer.engines import STEPS, alone, ids, model_of, reference
 
@@ -215,7 +216,29 @@ def test_step_that_fails_is_told_to_all_and_the_next_works(
 
     monkeypatch.setattr(engine.model, "forward", fail)
     for outputs in begun:
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(EngineFailed, match="out of memory"):
             list(outputs)
     tokens = tokens_of(router.submit(ids(5), SHORT, id="0", timeout=PATIENCE_SECONDS))
     assert tokens == alone(reference(), ids(5), STEPS)
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting(
+    router: Router, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = router.submit(ids(5), LONG)
+
+    def fail() -> None:
+        raise ValueError("worse than a step")
+
+    monkeypatch.setattr(engine, "step", fail)  # as is the one that would tell of the end
+    with pytest.raises(EngineFailed):
+        list(stream)
+    eventually(lambda: not router.is_alive)
+    with pytest.raises(LimitExceeded, match="closed"):
+        router.submit(ids(5), SHORT)
+
+
+def test_a_stream_that_is_over_ends_again(router: Router) -> None:
+    stream = router.submit(ids(5), SHORT)
+    assert len(tokens_of(stream)) == STEPS
+    assert tokens_of(stream) == []

@@ -87,8 +87,9 @@ class Service:
         kvd: Literal["attached", "away", "unused"] = "unused"
         if self._client is not None:
             kvd = "attached" if self._client.attached else "away"
-        health = Health(not self.is_stopping, kvd, self._router.num_requests)
-        return _json(health, 503 if self.is_stopping else 200)
+        is_ready = self._router.is_alive and not self.is_stopping
+        health = Health(is_ready, kvd, self._router.num_requests)
+        return _json(health, 200 if is_ready else 503)
 
     def _check_model(self, name: str) -> None:
         if name != self._card.id:
@@ -132,6 +133,8 @@ class Service:
 
     def _submit(self, asked: CompletionRequest, prompts: list[list[int]]) -> list[Stream]:
         """All of them or none."""
+        if len(prompts) > (most := self._router.max_requests):
+            raise HTTPException(400, f"{len(prompts)} prompts in one request: {most} at most")
         all_params = [asked.params(self._max_tokens - len(ids)) for ids in prompts]
         streams: list[Stream] = []
         try:
