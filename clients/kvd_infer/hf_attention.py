@@ -1,9 +1,9 @@
-"""The attention implementation "kvd": that of a cache which attends itself, else "sdpa"."""
+"""The attention implementation "kvd": that of a KvdCache, which attends itself, else "sdpa"."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -12,6 +12,8 @@ from kvd_client import Unsupported
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kvd_infer.hf_cache import KvdCache
 
 NAME = "kvd"
 
@@ -31,29 +33,9 @@ class Unmasked(int):
     """
 
 
-class AttendingCache(Protocol):
-    """A cache that attends itself: `update` keeps the new keys and sets `current_cache`."""
-
-    def awaits(self, keys: Tensor) -> bool:
-        """Whether these are the very keys that the last `update` returned."""
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        **asked: Any,
-    ) -> Tensor:
-        """Attention of the layer whose `update` came last, `[1, tokens, query_heads, head_size]`.
-
-        The query is `[1, query_heads, tokens, head_size]`.
-        """
-
-
 # The cache whose `update` was called last in this thread; the attention function is called next.
 # Up to 5.23 transformers has no other way from the one to the other.
-current_cache: ContextVar[AttendingCache | None] = ContextVar("kvd_cache", default=None)
+current_cache: ContextVar[KvdCache | None] = ContextVar("kvd_cache", default=None)
 
 
 def _attention(

@@ -52,7 +52,6 @@ class Model:
         self.vocabulary_size: int = model.config.vocab_size
         self.end_ids = _end_ids(model)
         self._windows = windows_of(model)
-        self.attention_seconds = 0.0  # of all steps so far
         model.set_attn_implementation(NAME)
         self._model: Any = model.eval()
 
@@ -99,7 +98,6 @@ class Model:
             )
         finally:
             _current.reset(token)
-            self.attention_seconds += batch.seconds
             for chunk in chunks:
                 chunk.forget()
             telemetry.attention_latency.record(batch.seconds)

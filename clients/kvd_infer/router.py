@@ -114,7 +114,7 @@ class Router:
     def __init__(self, engine: Engine, *, max_requests: int = 256) -> None:
         """Begin. Of more requests than `max_requests` at once the others are refused."""
         self._engine = engine
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._lock = threading.Condition()
         self._todo: deque[Callable[[], None]] = deque()
         self._streams: dict[str, Stream] = {}
@@ -131,10 +131,6 @@ class Router:
     @property
     def num_requests(self) -> int:
         return len(self._streams)
-
-    @property
-    def max_requests(self) -> int:
-        return self._max_requests
 
     @property
     def is_alive(self) -> bool:
@@ -161,7 +157,7 @@ class Router:
         stream = Stream(self, request, params.n)
         end = time.monotonic() + timeout
         with self._lock:
-            while len(self._streams) >= self._max_requests or self._is_closing:
+            while len(self._streams) >= self.max_requests or self._is_closing:
                 if self._is_closing or not self._lock.wait(end - time.monotonic()):
                     raise LimitExceeded(self._why_not())
             if request.id in self._streams:
@@ -186,7 +182,7 @@ class Router:
     def _why_not(self) -> str:
         if self._is_closing:
             return "the engine is being closed"
-        return f"{self._max_requests} requests are under way: try again later"
+        return f"{self.max_requests} requests are under way: try again later"
 
     def _do(self, what: Callable[[], None]) -> None:
         """Have the thread do this before its next step."""

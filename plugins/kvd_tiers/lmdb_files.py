@@ -44,9 +44,9 @@ SCARCE_SHARE = 8  # room is scarce when less than one part in so many of the cap
 SPARE_SHARE = 64  # of the capacity, one part in so many is left for an environment that may come
 NEW_BYTES = 384 << 10  # and so much that it can be made at all
 ZEROS = bytes(4 << 20)
+MEMORY = Path("/dev/shm")
 # Their reserved and written blocks stay theirs. Elsewhere (btrfs, network file systems) a write to
 # a mapped page may still need room, and a full volume is then SIGBUS.
-MEMORY = Path("/dev/shm")
 MAPPED_WRITES = {"ext4", "xfs", "tmpfs"}
 
 

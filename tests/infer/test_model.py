@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from demo.models import tiny_llama
 from kvd_client import BadRequest, Unsupported
@@ -26,39 +18,15 @@ from kvd_infer.scheduler import Limits
 from kvd_infer.sequence import Sequence
 from tests.infer.conftest import attached, plain_logits, tolerance_of
 from tests.infer.engines import assert_as_alone, greedy, ids, model_of, reference, run
-from tests.infer.runs import difference, tiny_gpt2
+from tests.infer.runs import difference, tiny_gpt2, tiny_mistral, tiny_qwen2, tiny_qwen3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvd.testing.daemons import RunningDaemon
-    from kvd_client import Client
+    from kvd_client import Client, Layout
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa",
-}  # fmt: skip
-
-
-def tiny_qwen2() -> PreTrainedModel:
-    """Biases on queries, keys and values."""
-    return _random(lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)))
-
-
-def tiny_qwen3() -> PreTrainedModel:
-    """Queries and keys are normalised; heads have a size of their own."""
-    return _random(lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)))
-
-
-def tiny_mistral() -> PreTrainedModel:
-    return _random(lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)))
-
-
-def _random(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().eval()
+FAMILIES = [tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3]
 
 
 @pytest.fixture
@@ -72,7 +40,7 @@ def model(one_thread: None) -> Model:
     return model_of("r1")
 
 
-@pytest.mark.parametrize("make", [tiny_gpt2, tiny_qwen2, tiny_qwen3, tiny_mistral])
+@pytest.mark.parametrize("make", FAMILIES)
 def test_family_generates_as_it_does_alone(
     one_thread: None, client: Client, salt: str, make: Callable[[], PreTrainedModel]
 ) -> None:
@@ -81,15 +49,15 @@ def test_family_generates_as_it_does_alone(
     assert_as_alone(run(engine, *requests), *requests, plain=make())
 
 
-def begun(tokens: tuple[int, ...]) -> Sequence:
+def begun(tokens: tuple[int, ...], layout: Layout) -> Sequence:
     sequence = Sequence(greedy("one", tokens), 0, 0)
-    sequence.begin(None, model_of("r1").layout)
+    sequence.begin(None, layout)
     return sequence
 
 
 def test_logits_are_those_of_the_model_alone(model: Model) -> None:
     prompts = [ids(num) for num in (1, 40, 17)]
-    chunks = [begun(tokens).chunk(len(tokens)) for tokens in prompts]
+    chunks = [begun(tokens, model.layout).chunk(len(tokens)) for tokens in prompts]
     logits = model.forward(chunks, [0, 2])
     for row, tokens in zip(logits, prompts[::2], strict=True):
         input_ids = torch.tensor([tokens])
@@ -97,8 +65,23 @@ def test_logits_are_those_of_the_model_alone(model: Model) -> None:
         assert difference(row, expected) <= 1e-4
 
 
+@pytest.mark.parametrize("make", FAMILIES)
+def test_packed_prefills_and_decodes_are_those_of_each_sequence_alone(
+    one_thread: None, make: Callable[[], PreTrainedModel]
+) -> None:
+    model, plain, prompts = Model(make(), "r1"), make(), [ids(40), ids(23), ids(31, seed=1)]
+    sequences = [begun(tokens, model.layout) for tokens in prompts]
+    for lengths in ([30, 1, 20], [9, 21, 1], [1, 1, 10]):
+        chunks = [each.chunk(count) for each, count in zip(sequences, lengths, strict=True)]
+        logits = model.forward(chunks, [0, 1, 2])
+        for row, each, count, tokens in zip(logits, sequences, lengths, prompts, strict=True):
+            each.written(count)
+            input_ids = torch.tensor([tokens[: each.rows.length]])
+            assert difference(row, plain_logits(plain, input_ids)[0, -1]) <= 1e-4
+
+
 def test_logits_behind_computed_rows_are_those_of_the_model_alone(model: Model) -> None:
-    sequence, input_ids = begun(ids(100)), torch.tensor([ids(100)])
+    sequence, input_ids = begun(ids(100), model.layout), torch.tensor([ids(100)])
     for num_tokens in (30, 1, 69):
         (row,) = model.forward([sequence.chunk(num_tokens)], [0])
         sequence.written(num_tokens)
@@ -107,12 +90,12 @@ def test_logits_behind_computed_rows_are_those_of_the_model_alone(model: Model) 
 
 
 def test_nobody_s_logits_may_be_wanted(model: Model) -> None:
-    sequence = begun(ids(40))
+    sequence = begun(ids(40), model.layout)
     assert model.forward([sequence.chunk(40)], []).shape == (0, 256)
 
 
 def test_views_are_let_go_of_when_a_step_fails(model: Model) -> None:
-    chunk = begun(ids(40)).chunk(40)
+    chunk = begun(ids(40), model.layout).chunk(40)
     model._model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.forward([chunk], [0])
