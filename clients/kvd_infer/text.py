@@ -32,13 +32,21 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         """What these ids make final; nothing any more behind a stop string."""
-        self._held += self._characters.feed(ids)
+        for id in ids:
+            self._held += self._characters.feed(id)
+            if self._stop and self._is_stopped():
+                return self.finish()
         return self._take(len(self._held) - _num_begun(self._held, self._stop))
 
     def finish(self) -> str:
         """What was held back: no more ids come."""
         self._held += self._characters.finish()
         return self._take(len(self._held))
+
+    def _is_stopped(self) -> bool:
+        """Whether the text as it stands has a stop string: no more ids come then."""
+        text = self._held + self._characters.unsure()
+        return any(s in text for s in self._stop)
 
     def _take(self, num_final: int) -> str:
         """Take the final characters out, or those before a stop string, which stays."""
@@ -68,9 +76,10 @@ class _Characters:
         self._num_context = 0
         self._num_given = 0
 
-    def feed(self, ids: Sequence[int]) -> str:
-        self._ids += [id for id in ids if self._has_text(id)]
-        if self._ids and self._ids[-1] in self._bytes:
+    def feed(self, id: int) -> str:
+        if self._has_text(id):
+            self._ids.append(id)
+        if self._ends_with_byte():
             return ""
         text = self._tokenizer.decode(self._ids)
         final = text.removesuffix(_REPLACEMENT)
@@ -79,8 +88,16 @@ class _Characters:
             self._forget()
         return piece
 
+    def unsure(self) -> str:
+        """What a run of bytes is so far, in whole characters; another byte may change them all."""
+        text = self._tokenizer.decode(self._ids) if self._ends_with_byte() else ""
+        return "" if text.endswith(_REPLACEMENT) else text[self._num_given :]
+
     def finish(self) -> str:
         return self._give(self._tokenizer.decode(self._ids))
+
+    def _ends_with_byte(self) -> bool:
+        return bool(self._ids) and self._ids[-1] in self._bytes
 
     def _has_text(self, id: int) -> bool:
         """Neither a special token nor one that only the model's padded vocabulary has."""

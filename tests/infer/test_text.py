@@ -93,6 +93,13 @@ def cut(text: str, stop: list[str]) -> str:
     return text[: min(found)[1]] if found else text
 
 
+def until_stop(tokenizer: PreTrainedTokenizerFast, ids: list[int], stop: list[str]) -> str:
+    """The text of as many ids as it takes to have a stop string in it, or of all; not cut."""
+    texts = (decoded(tokenizer, ids[:size]) for size in range(len(ids)))
+    whole = (text for text in texts if not text.endswith("\ufffd"))  # or what comes may change it
+    return next((text for text in whole if any(s in text for s in stop)), decoded(tokenizer, ids))
+
+
 @each_kind
 @examples
 @given(data=st.data())
@@ -114,6 +121,7 @@ def test_text_ends_before_the_first_stop_string(make: MakeTokenizer, data: st.Da
     stop = data.draw(st.lists((inside | st.text("ab ", max_size=3)).filter(bool), max_size=3))
     stream = TextStream(tokenizer, stop)
     pieces = streamed(stream, ids, data.draw(st.integers(1, 4)))
+    text = until_stop(tokenizer, ids, stop)
     assert "".join(pieces) == cut(text, stop)
     assert (stream.stopped_by is not None) == any(s in text for s in stop)
 
@@ -137,6 +145,16 @@ def test_run_of_bytes_comes_as_a_whole() -> None:
     whole = byte_fallback().encode("ab😀")
     assert [stream.feed([id]) for id in whole] == ["a", "b", "", "", "", ""]
     assert stream.feed(whole[:1]) == "😀a"
+
+
+@pytest.mark.parametrize(("text", "stop"), [("ab\n\n", "\n\n"), ("ab😀é", "b😀"), ("abé", "é")])
+def test_stop_string_is_found_with_its_last_byte(text: str, stop: str) -> None:
+    stream, before = TextStream(byte_fallback(), [stop]), text.index(stop)
+    *others, last = byte_fallback().encode(text[: before + len(stop)])
+    pieces = [stream.feed([id]) for id in others]
+    assert stream.stopped_by is None
+    assert "".join([*pieces, stream.feed([last])]) == text[:before]
+    assert stream.stopped_by == stop
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
@@ -169,6 +187,6 @@ def test_pieces_are_the_text_of_a_real_tokenizer(smollm2_dir: Path) -> None:
     )
     def check(ids: list[int], stop: list[str]) -> None:
         pieces = streamed(TextStream(tokenizer, stop), ids)
-        assert "".join(pieces) == cut(decoded(tokenizer, ids), stop)
+        assert "".join(pieces) == cut(until_stop(tokenizer, ids, stop), stop)
 
     check()
