@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import msgspec
 import torch
 
 from kvd_client import BadRequest, KvdError, LeaseEnded, SequenceTaken
 from kvd_infer import telemetry
-from kvd_infer.sampler import Draw, NextToken, SamplingParams, next_tokens
-from kvd_infer.scheduler import DEFAULT_LIMITS, GROW_SECONDS, Limits, Part, Scheduler
+from kvd_infer.sampler import Draw, NextToken, next_tokens
+from kvd_infer.saved import Saved, check_saving
+from kvd_infer.scheduler import DEFAULT_LIMITS, GROW_SECONDS, MATCH_SECONDS, Limits, Part, Scheduler
 from kvd_infer.sequence import Chunk, Request, Sequence
 from kvd_infer.text import TextStream
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-    from kvd_client import Client, Namespace
+    from kvd_client import Client, Lease, Namespace, Resumed
     from kvd_infer.model import Model
 
 logger = logging.getLogger(__name__)
@@ -57,26 +57,6 @@ class Output:
     text: str
     cached_tokens: int
     reason: Reason | None = None
-
-
-class Saved(msgspec.Struct, frozen=True):
-    """What kvd keeps of a sequence beside its tokens and its KV, as MessagePack."""
-
-    params: SamplingParams
-    priority: int
-    num_prompt: int
-    deadline: float  # as time.time() has it: another boot has another monotonic clock
-    last: int  # the last token, which has no KV yet
-
-    @classmethod
-    def of(cls, request: Request, last: int) -> Self:
-        deadline = request.deadline - time.monotonic() + time.time()
-        return cls(request.params, request.priority, len(request.tokens), deadline, last)
-
-    def request(self, id: str, tokens: list[int]) -> Request:
-        deadline = self.deadline - time.time() + time.monotonic()
-        prompt = tuple(tokens[: self.num_prompt])
-        return Request(id, prompt, self.params, self.priority, deadline)
 
 
 class Engine:
@@ -128,7 +108,8 @@ class Engine:
         """Have a request wait for its turn. Raises BadRequest for one that cannot be."""
         if request.id in self._requests:
             raise BadRequest(f"request {request.id} is under way already: give each its own id")
-        self._check(request)
+        self.check(request)
+        self._prefetch(request)
         request = replace(request, params=request.params.seeded())
         first, *others = (self._sequence(request, sample) for sample in range(request.params.n))
         self._requests[request.id] = [first, *others]
@@ -145,27 +126,22 @@ class Engine:
         """
         if self.namespace is None:
             raise BadRequest("an engine without kvd has no saved sequences: give it a client")
-        id, _, sample = name.rpartition("/")
+        id = name.rpartition("/")[0]
         if any(each.name == name for each in self._requests.get(id, ())):
             raise BadRequest(f"{name} is under way here already")
         resumed = self.namespace.resume(name)
-        tokens = resumed.tokens.tolist()
         try:
-            saved = msgspec.msgpack.decode(resumed.state, type=Saved)
-            request = saved.request(id, tokens)
-            self._check(request)
-            sequence = self._sequence(request, int(sample))
-        except (BadRequest, msgspec.MsgspecError, ValueError) as error:
+            sequence, generated = self._taken_up(name, resumed)
+        except BadRequest as error:
             resumed.lease.release()
             raise BadRequest(f"{name} cannot be gone on with here: {error}") from error
-        generated = [*tokens[saved.num_prompt :], saved.last]
         sequence.resume(self.namespace, generated, resumed.lease)
         sequence.generation = resumed.generation
         self._requests.setdefault(id, []).append(sequence)
         self.scheduler.run(sequence)
         text = sequence.text.feed(generated) if sequence.text else ""
         self._say(sequence, tuple(NextToken(token, None) for token in generated), text)
-        return request
+        return sequence.request
 
     def cancel(self, id: str) -> None:
         """End a request where it stands; one that is over already stays as it is."""
@@ -177,9 +153,10 @@ class Engine:
         for id in list(self._requests):
             self.cancel(id)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raises BadRequest for one that cannot be. For any thread."""
         prompt, most = request.tokens, len(request.tokens) + request.params.max_tokens
-        if not prompt or not 0 <= min(prompt) <= max(prompt) < self.model.vocabulary_size:
+        if not prompt or not self._are_ids(prompt):
             raise BadRequest(
                 f"a prompt has at least one token, and ids below {self.model.vocabulary_size}"
             )
@@ -190,6 +167,30 @@ class Engine:
             )
         if request.params.stop and self._tokenizer is None:
             raise BadRequest("stop strings need a tokenizer: give one to the engine")
+        check_saving(request)
+
+    def _prefetch(self, request: Request) -> None:
+        """What only stores have comes to memory while the request waits for others."""
+        if self._requests and self.namespace is not None:
+            with suppress(KvdError):
+                self.namespace.prefetch(request.tokens, timeout=MATCH_SECONDS)
+
+    def _are_ids(self, tokens: Iterable[int]) -> bool:
+        size = self.model.vocabulary_size
+        return all(isinstance(token, int) and 0 <= token < size for token in tokens)
+
+    def _taken_up(self, name: str, resumed: Resumed[Lease]) -> tuple[Sequence, list[int]]:
+        """A sequence that was saved, and what it had generated. Raises BadRequest."""
+        id, _, sample = name.rpartition("/")
+        saved, tokens = Saved.decode(resumed.state), resumed.tokens.tolist()
+        request = saved.request(id, tokens)
+        self.check(request)
+        if sample not in map(str, range(request.params.n)):
+            raise BadRequest(f"none of its {request.params.n} sequences is called so")
+        generated = [*tokens[saved.num_prompt :], saved.last]
+        if len(generated) >= request.params.max_tokens or not self._are_ids(generated):
+            raise BadRequest("what it has generated cannot be")
+        return self._sequence(request, int(sample)), generated
 
     def _sequence(self, request: Request, sample: int) -> Sequence:
         self._num_added += 1
@@ -214,17 +215,16 @@ class Engine:
             self._sample(self._compute(parts))
         except BaseException:
             # How far each came is not known: all is planned anew, should anybody step again.
-            for sequence in [part.sequence for part in parts]:
-                if sequence in self.scheduler.running:
-                    self.scheduler.preempt(sequence)
+            for sequence in list(self.scheduler.running):
+                self.scheduler.preempt(sequence)
             raise
 
     def _end_late(self) -> None:
         now = time.monotonic()
-        for sequences in list(self._requests.values()):
-            if sequences[0].request.deadline <= now:
-                for sequence in list(sequences):
-                    self._end(sequence, "deadline")
+        under_way = [each for sequences in self._requests.values() for each in sequences]
+        for sequence in under_way:
+            if sequence.request.deadline <= now:
+                self._end(sequence, "deadline")
 
     def _compute(self, parts: list[Part]) -> list[tuple[Sequence, Tensor]]:
         """Compute these; the sequences that are ready for their next token, with its logits."""
@@ -258,7 +258,7 @@ class Engine:
 
     def _sample(self, computed: list[tuple[Sequence, Tensor]]) -> None:
         """Choose the next token of each; of those that follow one, too."""
-        ready = [(each, row) for first, row in computed for each in (first, *self._forked(first))]
+        ready = [(each, row) for first, row in computed for each in (first, *self._followed(first))]
         if not ready:
             return
         draws = [Draw(each.request.params, each.sample, each.tokens) for each, _ in ready]
@@ -271,16 +271,21 @@ class Engine:
                 sequence.text = None
                 self._end(sequence, "failed")
 
-    def _forked(self, first: Sequence) -> list[Sequence]:
-        """Those that share what the first has computed. Others wait, and match what is cached."""
-        forked = []
-        for sequence in self._followers.pop(first, ()):
-            if sequence.follow(first, GROW_SECONDS):
-                self.scheduler.run(sequence)
-                forked.append(sequence)
+    def _followed(self, first: Sequence) -> list[Sequence]:
+        """Those that waited for what the first has computed, which is the prompt of all.
+
+        They run with it as long as there are places and pages. Others wait, and match it.
+        """
+        followers = self._followers.pop(first, [])
+        can_run = True
+        for follower in followers:
+            can_run = can_run and self.scheduler.has_place and follower.share(first, GROW_SECONDS)
+            follower.cached_tokens = first.cached_tokens
+            if can_run:
+                self.scheduler.run(follower)
             else:
-                self.scheduler.add(sequence)
-        return forked
+                self.scheduler.add(follower)
+        return followers
 
     def _take(self, sequence: Sequence, token: NextToken) -> None:
         sequence.append(token.id)
@@ -314,7 +319,12 @@ class Engine:
     ) -> None:
         self._outputs.append(
             Output(
-                sequence.request.id, sequence.sample, tokens, text, sequence.cached_tokens, reason
+                sequence.request.id,
+                sequence.sample,
+                tokens,
+                text,
+                sequence.cached_tokens or 0,
+                reason,
             )
         )
 
@@ -345,12 +355,11 @@ class Engine:
         if rows is None or lease is None or lease.capacity_tokens < rows.length:
             return
         request, tokens = sequence.request, sequence.tokens.numpy()
-        state = Saved.of(request, int(tokens[-1]))
         try:
             sequence.generation = lease.save(
                 sequence.name,
                 tokens[: rows.length],
-                msgspec.msgpack.encode(state),
+                Saved.of(request, int(tokens[-1])).encode(),
                 generation=sequence.generation,
             )
         except SequenceTaken:

@@ -52,15 +52,17 @@ class Rows:
         layout: Layout,
         tokens: Tensor,
         lease: Lease | None = None,
+        seconds: float | None = None,
     ) -> None:
         """Match the ids `tokens` but for the last: an engine computes at least one itself.
 
-        Or have what a lease has of them, be it a resumed sequence's.
+        What only stores have of them is waited for so long, by default as the client waits. Or have
+        what a lease has of them, be it a resumed sequence's.
         """
         self._namespace = namespace
         self._layout = layout
         self._tokens = tokens
-        self._take(lease or self._match(tokens[:-1]))
+        self._take(lease or self._match(tokens[:-1], seconds))
         self.reused_tokens = self.length
 
     @property
@@ -83,7 +85,8 @@ class Rows:
         return self._lease is None or self._pages_end
 
     @property
-    def _capacity(self) -> int:
+    def capacity(self) -> int:
+        """Tokens that have a page."""
         return self._lease.capacity_tokens if self._lease else 0
 
     def reserve(self, num_tokens: int, seconds: float) -> bool:
@@ -181,7 +184,7 @@ class Rows:
     # --- where rows lie ---
 
     def _views(self, start: int, stop: int, *, for_writing: bool = False) -> list[Tensor]:
-        capacity = self._capacity
+        capacity = self.capacity
         views: list[Tensor] = []
         if self._lease is not None and start < capacity:
             pages = self._lease.write_tensors if for_writing else self._lease.read_tensors
@@ -218,12 +221,12 @@ class Rows:
         self.length = self._lease.num_tokens if self._lease else 0
         self._num_sealed = self.num_committed
 
-    def _match(self, tokens: Tensor) -> Lease | None:
+    def _match(self, tokens: Tensor, seconds: float | None = None) -> Lease | None:
         """A lease of the longest prefix that kvd knows; None where there is none to be had."""
         if self._namespace is None:
             return None
         with _going_on():
-            lease = self._namespace.match(tokens.numpy(), exact_tail=True)
+            lease = self._namespace.match(tokens.numpy(), exact_tail=True, timeout=seconds)
             if lease.is_open or lease.capacity_tokens > 0:
                 return lease
             logger.info("no kvd answers on %s", self._namespace.client.endpoint)

@@ -9,7 +9,6 @@ last digits, as those of other batches do, seldom give another token.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from kvd_client import BadRequest
 # Beyond these, scores overflow.
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e3
 SEED_BITS = 64
+MAX_SAMPLES = 128
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,8 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         rules = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (
-                self.is_greedy or MIN_FACTOR <= self.temperature < math.inf,
-                f"0 (greedy) or at least {MIN_FACTOR}",
+                self.is_greedy or MIN_FACTOR <= self.temperature <= MAX_FACTOR,
+                f"0 (greedy), or {MIN_FACTOR} to {MAX_FACTOR:g}",
             ),
             "top_k": (self.top_k >= 0, "at least 1, or 0 for all tokens"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
             "stop": (all(self.stop), "strings of at least one character"),
             "stop_token_ids": (all(each >= 0 for each in self.stop_token_ids), "token ids"),
-            "n": (self.n >= 1, "at least 1"),
+            "n": (1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
             "logprobs": (self.logprobs is None or self.logprobs >= 0, "at least 0, or left out"),
         }
         for name, (holds, wanted) in rules.items():

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 GROW_SECONDS = 0.02
 # Others' pages may be free again: a sequence for which there were none is tried so often.
 RETRY_SECONDS = 0.2
+# What only stores have was asked for when the request came: while others run, those wait no longer.
+MATCH_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a step computes at most, and how many sequences run.
 
-    `private_tokens` is for how many tokens there may be KV in memory of the engine's own, while
-    there is no kvd; one sequence goes on in any case.
+    `private_tokens` is for how many tokens there may be KV in memory of the engine's own, where
+    there is no kvd or no page; one sequence goes on in any case.
     """
 
     step_tokens: int = 512
@@ -71,12 +73,17 @@ class Scheduler:
         self.num_preempted = 0
         self._retry_at = 0.0
 
+    @property
+    def has_place(self) -> bool:
+        """Whether another one may run."""
+        return len(self.running) < self._limits.sequences
+
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
 
     def run(self, sequence: Sequence) -> None:
         """Have a sequence run that has its rows already; without a place it waits, without them."""
-        if len(self.running) < self._limits.sequences:
+        if self.has_place:
             insort(self.running, sequence, key=_order)
         else:
             sequence.release()
@@ -120,11 +127,17 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt the last ones until there are pages; whether the sequence still runs.
 
-        One that is alone goes on in private memory instead.
+        One that is alone goes on in private memory instead. Where that is short, the last ones that
+        have some are preempted.
         """
         try:
-            while not sequence.reserve(num_tokens, GROW_SECONDS) and len(self.running) > 1:
-                self.preempt(last := self.running[-1])
+            while not self._has_room(sequence, num_tokens):
+                rivals = [
+                    each for each in self.running if each.is_private or not sequence.is_private
+                ]
+                if len(rivals) == 1:
+                    break
+                self.preempt(last := rivals[-1])
                 if last is sequence:
                     return False
         except LeaseEnded:  # the daemon is another: its rows are void
@@ -132,12 +145,20 @@ class Scheduler:
             return False
         return True
 
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether there are pages for so many of its missing tokens, or there is private memory."""
+        has_pages = sequence.reserve(num_tokens, GROW_SECONDS)
+        if not sequence.is_private:
+            return has_pages
+        num_private = sum(each.num_private for each in {sequence, *self.running})
+        return num_private <= self._limits.private_tokens
+
     # --- those that wait ---
 
     def _admit(self, budget: int) -> list[Part]:
         parts: list[Part] = []
         for sequence in list(self.waiting):
-            if budget == 0 or len(self.running) >= self._limits.sequences:
+            if budget == 0 or not self.has_place:
                 break
             if self._is_under_way(sequence):
                 continue
@@ -174,21 +195,16 @@ class Scheduler:
         if self.running and time.monotonic() < self._retry_at:
             return False
         try:
-            sequence.begin(self.namespace, self._layout)
-            if self._has_room(sequence) or not self.running:
+            sequence.begin(self.namespace, self._layout, MATCH_SECONDS if self.running else None)
+            # A block more, or the first tokens that it generates would take the room of another.
+            num_tokens = sequence.num_missing + self._layout.block_size
+            if self._has_room(sequence, num_tokens) or not self.running:
                 return True
         except LeaseEnded:  # there will be another daemon
             pass
         sequence.release()
         self._retry_at = time.monotonic() + RETRY_SECONDS
         return False
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        if sequence.is_private:
-            private = [each.most_tokens for each in self.running if each.is_private]
-            return sum(private) + sequence.most_tokens <= self._limits.private_tokens
-        # A block more, or the first token that it generates would take the pages of another.
-        return sequence.reserve(sequence.num_missing + self._layout.block_size, GROW_SECONDS)
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

@@ -75,7 +75,8 @@ class Sequence:
         self._ids = torch.empty(self.num_prompt + request.params.max_tokens, dtype=torch.int64)
         self._ids[: self.num_prompt] = torch.tensor(request.tokens)
         self.rows: Rows | None = None
-        self._cached_tokens: int | None = None
+        # Of the prompt, those that were in kvd when it began; not what it has computed since.
+        self.cached_tokens: int | None = None
         self.text: TextStream | None = None
         self.generation = 0  # of its last save
         self.span = telemetry.tracer.start_span(
@@ -92,11 +93,6 @@ class Sequence:
     def tokens(self) -> Tensor:
         """All ids so far, `[num_tokens]` in int64."""
         return self._ids[: self.num_tokens]
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of the prompt, those that were in kvd when it began; not what it has computed since."""
-        return self._cached_tokens or 0
 
     @property
     def num_generated(self) -> int:
@@ -118,32 +114,42 @@ class Sequence:
         return self.rows is not None and self.rows.are_private
 
     @property
+    def num_private(self) -> int:
+        """Tokens whose KV lies there, or will when they are computed."""
+        if self.rows is None or not self.rows.are_private:
+            return 0
+        return max(self.num_tokens - self.rows.capacity, 0)
+
+    @property
     def tokens_by_tier(self) -> Mapping[str, int]:
         """Where what is cached of its tokens was when it began."""
         return self.rows.lease.tokens_by_tier if self.rows and self.rows.lease else {}
 
-    def begin(self, namespace: Namespace | None, layout: Layout) -> None:
-        """Take what is cached of its tokens."""
-        if self.rows is None:
-            with trace.use_span(self.span), telemetry.tracer.start_as_current_span(telemetry.MATCH):
-                self.rows = Rows(namespace, layout, self.tokens)
-            if self._cached_tokens is None:
-                self._cached_tokens = self.rows.reused_tokens
+    def begin(
+        self, namespace: Namespace | None, layout: Layout, seconds: float | None = None
+    ) -> None:
+        """Take what is cached of its tokens, and comes to memory within so many seconds."""
+        with trace.use_span(self.span), telemetry.tracer.start_as_current_span(telemetry.MATCH):
+            self._have(Rows(namespace, layout, self.tokens, seconds=seconds))
 
     def resume(self, namespace: Namespace, generated: list[int], lease: Lease) -> None:
         """Go on behind tokens that another process generated, with what is left of their KV."""
         for token in generated:
             self.append(token)
-        self.rows = Rows(namespace, namespace.layout, self.tokens, lease)
+        self._have(Rows(namespace, namespace.layout, self.tokens, lease))
 
-    def follow(self, other: Sequence, seconds: float) -> bool:
+    def _have(self, rows: Rows) -> None:
+        self.rows = rows
+        if self.cached_tokens is None:
+            self.cached_tokens = min(rows.reused_tokens, self.num_prompt)
+
+    def share(self, other: Sequence, seconds: float) -> bool:
         """Share the rows of another sequence of the request, whose prompt is all computed.
 
         Whether that could be; else it takes what is cached, as any.
         """
         with suppress(LeaseEnded):
             self.rows = other.rows.fork(seconds) if other.rows else None
-            self._cached_tokens = other.cached_tokens
         return self.rows is not None
 
     def reserve(self, num_tokens: int, seconds: float) -> bool:
@@ -181,7 +187,7 @@ class Sequence:
         self.span.set_attributes(
             {
                 "reason": reason,
-                "cached_tokens": self.cached_tokens,
+                "cached_tokens": self.cached_tokens or 0,
                 "generated_tokens": self.num_generated,
             }
         )

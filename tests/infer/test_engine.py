@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -199,6 +200,18 @@ def test_samples_without_a_place_wait_for_one(model: Model, client: Client) -> N
     assert heard.tokens == run(Engine(model), drawn("one", ids(40), n=5)).tokens
 
 
+def test_samples_without_a_place_have_their_first_token_with_the_others(
+    model: Model, client: Client
+) -> None:
+    run(Engine(model, client), greedy("before", ids(40)))
+    engine, heard = Engine(model, client, limits=Limits(sequences=2)), Heard()
+    engine.add(drawn("one", ids(40), n=5))
+    heard.take(engine.step())
+    assert [len(tokens) for tokens in heard.tokens.values()] == [1, 1, 1, 1, 1]
+    assert set(heard.cached.values()) == {39}
+    assert engine.num_computed == 1
+
+
 def test_samples_of_which_the_first_is_over_at_once(model: Model, client: Client) -> None:
     params = SamplingParams(max_tokens=1, seed=7, n=3)
     heard = run(Engine(model, client), Request("one", ids(40), params))
@@ -268,6 +281,12 @@ def test_close_ends_all(model: Model, client: Client) -> None:
         (greedy("one", (-1,)), "below 256"),
         (greedy("one", ids(2040)), "2048 of the model"),
         (Request("one", (1,), SamplingParams(max_tokens=1, stop=("x",))), "tokenizer"),
+        (greedy("one", cast("Any", ("x",))), "below 256"),
+        (greedy("one", (1,), priority=1 << 63), "priority"),
+        (greedy("one", (1,), priority=1 << 64), "ints"),
+        (greedy("one", (1,), deadline=math.nan), "the deadline is no number"),
+        (greedy("one", (1,), cast("Any", 1.5)), "max_tokens"),
+        (Request("one", (1,), SamplingParams(max_tokens=1, top_k=1 << 64)), "ints"),
     ],
 )
 def test_what_cannot_be_is_refused(model: Model, request_: Request, match: str) -> None:
@@ -420,14 +439,14 @@ def test_daemon_restarted_before_a_fork_changes_nothing(
     request = drawn("one", ids(40), n=3)
     with attached(daemon) as client:
         engine = Engine(model, client)
-        forked = engine._forked
+        followed = engine._followed
 
         def restart_before(first: object) -> object:
             daemon.restart()
-            monkeypatch.setattr(engine, "_forked", forked)
-            return forked(first)
+            monkeypatch.setattr(engine, "_followed", followed)
+            return followed(first)
 
-        monkeypatch.setattr(engine, "_forked", restart_before)
+        monkeypatch.setattr(engine, "_followed", restart_before)
         heard = run(engine, request)
     assert heard.tokens == run(Engine(model), request).tokens
 
@@ -455,6 +474,7 @@ def test_resumed_sequence_ends_as_if_nothing_had_been(
     heard = Heard()
     heard.take(second.step())
     assert len(heard.tokens["one/0"]) == 11
+    assert heard.cached["one/0"] == num_prompt
     assert second.num_computed == 1
     while second.has_work:
         heard.take(second.step())
@@ -518,6 +538,53 @@ def test_resume_of_what_no_engine_saved_is_refused(
     assert_all_given_back(engine.namespace)
 
 
+# What could be, of 32 tokens; the other fields cannot.
+FOREIGN = {"params": {"max_tokens": 20}, "num_prompt": 20, "last": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("one/0", {"num_prompt": 0}),
+        ("one/0", {"num_prompt": 33}),
+        ("one/0", {"last": -1}),
+        ("one/0", {"last": 256}),
+        ("one/0", {"last": (1 << 64) - 1}),
+        ("one/0", {"priority": (1 << 64) - 1}),
+        ("one/0", {"deadline": math.nan}),
+        ("one/0", {"params": {"max_tokens": 0}}),
+        ("one/0", {"params": {"max_tokens": 13}}),
+        ("one/0", {"params": {"max_tokens": 1 << 63}}),
+        ("one/0", {"params": {"max_tokens": 20, "stop": ["x"]}}),
+        ("one", {}),
+        ("one/1", {}),
+        ("one/-1", {}),
+        ("one/00", {}),
+        ("one/" + "9" * 40, {}),
+    ],
+)
+def test_resume_of_what_cannot_be_gone_on_with_is_refused(
+    model: Model, client: Client, name: str, fields: dict[str, Any]
+) -> None:
+    engine = Engine(model, client)
+    state = {"priority": 0, "deadline": math.inf, **FOREIGN, **fields}
+    with engine.namespace.match(ids(40), reserve_tokens=40) as lease:
+        lease.save(name, ids(32), msgspec.msgpack.encode(state))
+    with pytest.raises(BadRequest, match=f"{name} cannot be gone on with here"):
+        engine.resume(name)
+    assert_all_given_back(engine.namespace)
+    assert run(engine, greedy("two", ids(20))).reasons == {"two/0": "length"}
+
+
+def test_foreign_sequence_that_can_be_gone_on_with_is(model: Model, client: Client) -> None:
+    engine = Engine(model, client)
+    state = {"priority": 0, "deadline": math.inf, **FOREIGN}
+    with engine.namespace.match(ids(40), reserve_tokens=40) as lease:
+        lease.save("one/0", ids(32), msgspec.msgpack.encode(state))
+    engine.resume("one/0")
+    assert len(run(engine).tokens["one/0"]) == 20
+
+
 def test_engine_without_kvd_resumes_nothing(model: Model) -> None:
     with pytest.raises(BadRequest, match="client"):
         Engine(model).resume("one/0")
@@ -552,6 +619,22 @@ def test_an_engine_goes_on_after_a_step_that_raised(
         with pytest.raises(RuntimeError, match="once"):
             engine.step()
     assert_as_alone(run(engine), request)
+
+
+def test_samples_go_on_after_a_step_that_raised(
+    model: Model, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = Engine(model, client), drawn("one", ids(20), n=3)
+    engine.add(request)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvd_infer.engine.next_tokens", fail)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+    assert run(engine).tokens == run(Engine(model), request).tokens
 
 
 def test_what_a_sequence_computed_itself_was_not_cached(model: Model, client: Client) -> None:

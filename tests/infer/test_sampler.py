@@ -193,9 +193,10 @@ def test_logits_are_kept() -> None:
     "fields",
     [
         {"max_tokens": 0}, {"temperature": -1}, {"temperature": 1e-9}, {"temperature": torch.nan},
-        {"temperature": torch.inf}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
-        {"repetition_penalty": 0}, {"repetition_penalty": 1e9}, {"seed": -1}, {"seed": 2**64},
-        {"stop": ("a", "")}, {"stop_token_ids": (-1,)}, {"n": 0}, {"logprobs": -1},
+        {"temperature": 10**400}, {"temperature": torch.inf}, {"top_k": -1}, {"top_p": 0},
+        {"top_p": 1.1}, {"repetition_penalty": 0}, {"repetition_penalty": 1e9}, {"seed": -1},
+        {"seed": 2**64}, {"stop": ("a", "")}, {"stop_token_ids": (-1,)}, {"n": 0}, {"n": 129},
+        {"logprobs": -1},
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:

@@ -121,10 +121,35 @@ def test_no_more_sequences_run_than_may() -> None:
 
 
 def test_private_memory_bounds_how_many_run() -> None:
-    bench = Bench(Limits(private_tokens=250))
+    bench = Bench(Limits(private_tokens=50))
     for number in range(3):
         bench.add(ids(20, number))
     assert bench.step() == {"1": 20, "2": 20}
+
+
+def test_last_sequence_gives_way_when_private_memory_is_short() -> None:
+    bench = Bench(Limits(private_tokens=50))
+    first, second = bench.add(ids(20)), bench.add(ids(20, 1))
+    for _ in range(6):
+        assert set(bench.step()) == {"1", "2"}
+    for _ in range(60):  # also when it alone has more
+        assert bench.step() == {"1": 1}
+    bench.scheduler.remove(first)
+    assert bench.step() == {"2": second.num_prompt + 6}
+
+
+def test_private_memory_bounds_those_whose_daemon_dies(daemon: RunningDaemon) -> None:
+    with attached(daemon) as client:
+        namespace = client.open(Identity("numbers", "r1"), LAYOUT)
+        bench = Bench(Limits(private_tokens=60), namespace)
+        sequences = [bench.add(ids(20, number), max_tokens=600) for number in range(3)]
+        bench.step()
+        daemon.kill()
+        while len(bench.scheduler.running) > 1:
+            bench.step()
+            rows = [sequence.rows for sequence in bench.scheduler.running]
+            assert sum(max(each.length - each.capacity, 0) for each in rows if each) <= 60
+    assert all(sequence.num_generated > 200 for sequence in sequences)
 
 
 def test_sequence_alone_runs_whatever_private_memory_it_takes() -> None:

@@ -158,7 +158,8 @@ class _Tally:
 
     def count(self, output: Output) -> None:
         self.num_generated += len(output.tokens)
-        self.cached[output.request] = output.cached_tokens
+        cached = self.cached.get(output.request, 0)  # others of its samples may have found less
+        self.cached[output.request] = max(cached, output.cached_tokens)
 
     @property
     def usage(self) -> Usage:

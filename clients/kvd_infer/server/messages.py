@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvd_client import BadRequest
 from kvd_infer.sampler import SamplingParams
+from kvd_infer.saved import Int64
 
 R = TypeVar("R", bound="CompletionRequest")
 
@@ -65,10 +66,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     top_k: int | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
     seed: int | UnsetType = UNSET
-    n: Annotated[int, Meta(le=128)] | UnsetType = UNSET
+    n: int | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
     stop: str | Stop = ()
-    priority: int = 0
+    priority: Int64 = 0
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""
