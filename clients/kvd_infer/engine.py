@@ -169,12 +169,6 @@ class Engine:
             raise BadRequest("stop strings need a tokenizer: give one to the engine")
         check_saving(request)
 
-    def _prefetch(self, request: Request) -> None:
-        """What only stores have comes to memory while the request waits for others."""
-        if self._requests and self.namespace is not None:
-            with suppress(KvdError):
-                self.namespace.prefetch(request.tokens, timeout=MATCH_SECONDS)
-
     def _are_ids(self, tokens: Iterable[int]) -> bool:
         size = self.model.vocabulary_size
         return all(isinstance(token, int) and 0 <= token < size for token in tokens)
@@ -198,6 +192,12 @@ class Engine:
         if self._tokenizer is not None:
             sequence.text = TextStream(self._tokenizer, request.params.stop)
         return sequence
+
+    def _prefetch(self, request: Request) -> None:
+        """What only stores have comes to memory while the request waits for others."""
+        if self._requests and self.namespace is not None:
+            with suppress(KvdError):
+                self.namespace.prefetch(request.tokens, timeout=MATCH_SECONDS)
 
     # --- a step ---
 

@@ -15,6 +15,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvd.testing.daemons import running_daemon
+from kvd.testing.faults import Faults, set_faults
 from kvd_client import BadRequest, Client, UnknownSequence
 from kvd_infer.engine import Engine
 from kvd_infer.sampler import SamplingParams
@@ -333,6 +334,49 @@ def test_sequence_alone_goes_on_without_pages(
     assert_as_alone(run(engine, request), request)
     assert run(engine, request).cached["one/0"] < 500
     assert_all_given_back(engine.namespace)
+
+
+# --- what only a store has ---
+
+
+@pytest.fixture
+def with_disk(model: Model) -> Iterator[tuple[RunningDaemon, Client]]:
+    """The daemon has 32 pages, and on a disk alone what follows of ids(160)."""
+    document = pool(32)
+    disk = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
+    document["tiers"].append({"type": "faulty", "tier": disk})
+    with (
+        running_daemon(document) as daemon,
+        Client(daemon.endpoint, timeout=10 * PATIENCE_SECONDS) as client,
+    ):
+        for seed, num_tokens in enumerate((160, 450)):
+            run(Engine(model, client), greedy("before", ids(num_tokens, seed), 1))
+            client.checkpoint()
+        yield daemon, client
+        set_faults(daemon.data_directory, Faults.NONE)
+
+
+def test_what_a_store_has_comes_while_a_request_waits(
+    model: Model, with_disk: tuple[RunningDaemon, Client]
+) -> None:
+    _, client = with_disk
+    engine = Engine(model, client)
+    engine.add(greedy("first", ids(20, 2)))
+    engine.step()
+    engine.add(greedy("second", ids(160)))
+    eventually(lambda: client.status().counters.get("blocks_promoted") == 160 // BLOCK)
+    assert run(engine).cached == {"first/0": 0, "second/0": 159}
+
+
+def test_nobody_waits_long_for_what_a_stuck_store_has(
+    model: Model, with_disk: tuple[RunningDaemon, Client]
+) -> None:
+    daemon, client = with_disk
+    requests = greedy("first", ids(20, 2)), greedy("second", ids(160))
+    set_faults(daemon.data_directory, Faults.STUCK)
+    heard = run(Engine(model, client), *requests)
+    assert_as_alone(heard, *requests)
+    assert heard.cached["second/0"] == 0
 
 
 def test_what_is_urgent_comes_first(model: Model, client: Client) -> None:
