@@ -15,7 +15,7 @@ from kvd_infer.router import EngineFailed, Router, Stream
 from kvd_infer.sampler import SamplingParams
 from tests.e2e.support import eventually
 from tests.infer.conftest import PATIENCE_SECONDS
-from tests.infer.engines import STEPS, alone, ids, model_of, reference
+from tests.infer.engines import STEPS, alone, greedy, ids, model_of, reference
 
 LONG = SamplingParams(max_tokens=2000, temperature=0)
 SHORT = SamplingParams(max_tokens=STEPS, temperature=0)
@@ -92,17 +92,35 @@ def test_who_waits_for_a_place_gets_it(router: Router) -> None:
     assert router.num_requests == 0
 
 
-def test_what_is_wrong_with_a_request_is_raised_by_its_stream(router: Router) -> None:
-    stream = router.submit((), SHORT)
+@pytest.mark.parametrize("tokens", [(), ("x",), (1.5,), (1 << 70,)])
+def test_what_is_wrong_with_a_request_is_told_at_once(router: Router, tokens: Any) -> None:
     with pytest.raises(BadRequest, match="at least one token"):
-        next(iter(stream))
-    assert tokens_of(router.submit(ids(5), SHORT))
+        router.submit(tokens, SHORT)
+    assert router.num_requests == 0
 
 
-def test_what_is_no_token_ends_nobody_else(router: Router) -> None:
-    stream = router.submit(("x",), SHORT)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        next(iter(stream))
+def test_of_several_requests_all_or_none_are_begun(router: Router) -> None:
+    good = [greedy(str(number), ids(5 + number)) for number in range(3)]
+    for bad in (greedy("bad", ids(2040)), greedy("0", ids(5))):
+        with pytest.raises(BadRequest):
+            router.submit_all([*good, bad])
+    with pytest.raises(LimitExceeded):
+        router.submit_all([*good, greedy("3", ids(5)), greedy("4", ids(5))])
+    assert router.num_requests == 0
+    tokens = [tokens_of(stream) for stream in router.submit_all(good)]
+    assert tokens == [alone(reference(), request.tokens, STEPS) for request in good]
+
+
+def test_fault_of_the_engine_when_a_request_comes_is_raised_by_its_stream(
+    router: Router, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add", fail)
+        with pytest.raises(MemoryError):
+            next(iter(router.submit(ids(5), SHORT)))
     assert tokens_of(router.submit(ids(5), SHORT))
 
 
@@ -126,6 +144,22 @@ def test_who_stops_reading_cancels(router: Router) -> None:
     assert is_free(router, "one")
 
 
+def test_stream_that_is_dropped_unread_cancels(router: Router) -> None:
+    for number in range(8):  # twice as many as there are places
+        router.submit(ids(5), LONG, id=str(number), timeout=PATIENCE_SECONDS)
+    assert is_free(router, "7")
+
+
+def test_request_has_its_place_until_it_is_read(router: Router) -> None:
+    streams = [router.submit(ids(5 + number), SHORT) for number in range(4)]
+    eventually(lambda: all(stream._feed.is_over for stream in streams))
+    with pytest.raises(LimitExceeded, match="4 requests"):
+        router.submit(ids(5), SHORT)
+    assert tokens_of(streams[2]) == alone(reference(), ids(7), STEPS)
+    assert tokens_of(router.submit(ids(5), SHORT))
+    assert tokens_of(streams[0]) == alone(reference(), ids(5), STEPS)
+
+
 async def test_task_that_is_cancelled_cancels(router: Router) -> None:
     stream, has_begun = router.submit(ids(5), LONG, id="one"), asyncio.Event()
 
@@ -144,7 +178,7 @@ async def test_task_that_is_cancelled_cancels(router: Router) -> None:
 def is_free(router: Router, id: str) -> bool:
     """Wait until no request of this id is under way."""
     with router._lock:
-        return router._lock.wait_for(lambda: id not in router._streams, PATIENCE_SECONDS)
+        return router._lock.wait_for(lambda: id not in router._feeds, PATIENCE_SECONDS)
 
 
 def test_request_is_cancelled_from_another_thread(router: Router) -> None:

@@ -131,6 +131,22 @@ def test_several_prompts_have_their_choices_in_order(
     assert answer.choices[2].text == answer.choices[3].text != expected
 
 
+def test_a_prompt_that_cannot_be_keeps_those_beside_it_from_being_begun(
+    server: RunningServer,
+) -> None:
+    prompts: Any = [PROMPT, PROMPT, "x" * 3000]
+    with pytest.raises(openai.BadRequestError, match="2048 of the model"):
+        server.openai.completions.create(**GREEDY, prompt=prompts)
+    assert server.health["requests"] == 0
+
+
+def test_a_cached_prompt_counts_once_for_all_its_choices(server: RunningServer) -> None:
+    prompt = "It is asked for three answers, and read but once."
+    answers = [server.openai.completions.create(**GREEDY, prompt=prompt, n=3) for _ in range(2)]
+    first, second = (answer.usage.prompt_tokens_details.cached_tokens for answer in answers)
+    assert (first, second) == (0, len(prompt) - 1)
+
+
 def test_a_prompt_may_be_ids(server: RunningServer, expected: str) -> None:
     answer = server.openai.completions.create(**GREEDY, prompt=ids_of(PROMPT))
     assert answer.choices[0].text == expected
@@ -217,11 +233,13 @@ def test_a_real_model_knows_an_answer(smollm2_dir: Path, tmp_path: Path) -> None
         ("n", 1000),
         ("prompt", [[1, 99999]]),
         ("prompt", ["text", 5]),
+        ("priority", 1 << 63),
         ("prompt", []),
         ("seed", -1),
         ("stop", [""]),
         ("suffix", "the end"),
         ("temperature", -1),
+        ("temperature", 1e300),
         ("temperature", "hot"),
         ("temprature", 0),
         ("top_k", -1),

@@ -17,6 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from kvd_client import BadRequest, LimitExceeded
+from kvd_infer import sequence
+from kvd_infer.router import new_id
 from kvd_infer.server.answers import END, Answer, ChatAnswer, Piece, TextAnswer, event
 from kvd_infer.server.messages import (
     ChatRequest,
@@ -99,6 +101,8 @@ class Service:
 
     async def _complete_text(self, request: Request) -> Response:
         asked = await self._asked(request, TextRequest)
+        if len(asked.prompts) > (most := self._router.max_requests):
+            raise HTTPException(400, f"{len(asked.prompts)} prompts in one request: {most} at most")
         ids = await asyncio.to_thread(self._ids_of_prompts, asked.prompts)
         return await self._answer(request, asked, ids, TextAnswer(asked, self._prompts.tokenizer))
 
@@ -133,19 +137,17 @@ class Service:
 
     def _submit(self, asked: CompletionRequest, prompts: list[list[int]]) -> list[Stream]:
         """All of them or none."""
-        if len(prompts) > (most := self._router.max_requests):
-            raise HTTPException(400, f"{len(prompts)} prompts in one request: {most} at most")
-        all_params = [asked.params(self._max_tokens - len(ids)) for ids in prompts]
-        streams: list[Stream] = []
+        requests = [self._request(asked, ids) for ids in prompts]
         try:
-            for ids, params in zip(prompts, all_params, strict=True):
-                streams.append(self._router.submit(ids, params, priority=asked.priority))
+            return self._router.submit_all(requests)
         except LimitExceeded as error:
-            _cancel(streams)
             status = 503 if self.is_stopping else 429
             headers = {"Retry-After": str(RETRY_SECONDS)}
             raise HTTPException(status, error.message, headers) from error
-        return streams
+
+    def _request(self, asked: CompletionRequest, ids: list[int]) -> sequence.Request:
+        params = asked.params(self._max_tokens - len(ids))
+        return sequence.Request(new_id(), tuple(ids), params, asked.priority)
 
 
 @dataclass(slots=True)
@@ -182,7 +184,8 @@ async def _pieces(streams: list[Stream], tally: _Tally) -> AsyncIterator[Piece]:
                 index = place * stream.request.params.n + output.sample
                 yield Piece(index, output.text, output.tokens, output.reason)
     finally:
-        _cancel(streams)
+        for stream in streams:
+            stream.cancel()
 
 
 async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
@@ -211,11 +214,6 @@ async def _events(
         if status == 500:
             logger.exception("reason=internal an answer failed")
         yield event(reply)
-
-
-def _cancel(streams: list[Stream]) -> None:
-    for stream in streams:
-        stream.cancel()
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
