@@ -156,14 +156,14 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises BadRequest for one that cannot be. For any thread."""
         prompt, most = request.tokens, len(request.tokens) + request.params.max_tokens
-        if not prompt or not self._are_ids(prompt):
-            raise BadRequest(
-                f"a prompt has at least one token, and ids below {self.model.vocabulary_size}"
-            )
         if most > self.model.max_tokens:
             raise BadRequest(
                 f"a prompt of {len(prompt)} tokens and max_tokens {request.params.max_tokens} are "
                 f"more than the {self.model.max_tokens} of the model"
+            )
+        if not prompt or not self._are_ids(prompt):
+            raise BadRequest(
+                f"a prompt has at least one token, and ids below {self.model.vocabulary_size}"
             )
         if request.params.stop and self._tokenizer is None:
             raise BadRequest("stop strings need a tokenizer: give one to the engine")

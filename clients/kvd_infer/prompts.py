@@ -29,7 +29,7 @@ class Prompts:
             raise BadRequest(f"{directory} has no tokenizer.json: give the folder of a local model")
         try:
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of its files, transformers raises whatever comes of them
             raise BadRequest(f"the tokenizer in {directory} cannot be loaded: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise BadRequest(f"the tokenizer in {directory} is none of transformers' fast ones")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvd_client import BadRequest
@@ -40,3 +42,13 @@ def test_a_template_may_refuse_a_chat() -> None:
     tokenizer.chat_template = "{{ raise_exception('a user must begin') }}"
     with pytest.raises(BadRequest, match="a user must begin"):
         Prompts(tokenizer).of_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("config.json", "[]")]
+)
+def test_a_folder_that_is_broken_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadRequest, match="cannot be loaded"):
+        Prompts.load(tmp_path)
