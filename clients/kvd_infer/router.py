@@ -57,10 +57,10 @@ class _Feed:
     def is_over(self) -> bool:
         return self._num_left == 0
 
-    def put(self, item: Item) -> None:
+    def put(self, item: Output | Exception) -> None:
         """By the router's thread."""
         self.items.put(item)
-        if item is None or isinstance(item, Exception):
+        if isinstance(item, Exception):
             self._num_left = 0
         elif item.reason:
             self._num_left -= 1
@@ -219,7 +219,7 @@ class Router:
             self._forget()
 
     def _forget(self) -> None:
-        """Have no more of what is over and let go of."""
+        """What is over and let go of has no place any more. With the lock."""
         for feed in self._all():
             if feed.is_over and feed.is_let_go:
                 self._feeds.pop(feed.request.id, None)  # a stream may be dropped within this line
