@@ -25,7 +25,7 @@ GROW_SECONDS = 0.02
 # Others' pages may be free again: a sequence for which there were none is tried so often.
 RETRY_SECONDS = 0.2
 # What only stores have was asked for when the request came: while others run, those wait no longer.
-MATCH_SECONDS = 0.25
+MATCH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)

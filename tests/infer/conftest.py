@@ -42,8 +42,10 @@ def daemon() -> Iterator[RunningDaemon]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine too, pages that are there are waited for."""
+    """On a busy machine too, pages and answers that come are waited for."""
     monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("kvd_infer.scheduler.MATCH_SECONDS", None)
+    monkeypatch.setattr("kvd_infer.engine.MATCH_SECONDS", None)
 
 
 @pytest.fixture

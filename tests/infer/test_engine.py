@@ -19,7 +19,7 @@ from kvd.testing.faults import Faults, set_faults
 from kvd_client import BadRequest, Client, UnknownSequence
 from kvd_infer.engine import Engine
 from kvd_infer.sampler import SamplingParams
-from kvd_infer.scheduler import Limits
+from kvd_infer.scheduler import MATCH_SECONDS, Limits
 from kvd_infer.sequence import Request
 from tests.e2e.support import eventually
 from tests.infer.conftest import PATIENCE_SECONDS, attached
@@ -369,9 +369,10 @@ def test_what_a_store_has_comes_while_a_request_waits(
 
 
 def test_nobody_waits_long_for_what_a_stuck_store_has(
-    model: Model, with_disk: tuple[RunningDaemon, Client]
+    model: Model, with_disk: tuple[RunningDaemon, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon, client = with_disk
+    monkeypatch.setattr("kvd_infer.scheduler.MATCH_SECONDS", MATCH_SECONDS)
     requests = greedy("first", ids(20, 2)), greedy("second", ids(160))
     set_faults(daemon.data_directory, Faults.STUCK)
     heard = run(Engine(model, client), *requests)
