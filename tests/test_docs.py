@@ -88,6 +88,14 @@ def test_every_path_in_the_documents_exists() -> None:
             assert (ROOT / path).exists(), f"{document} names {path}"
 
 
+def test_the_readme_has_the_figures_that_were_recorded() -> None:
+    section = (ROOT / "README.md").read_text().split("## Figures")[1].split("\n## ")[0]
+    rows = {line for line in section.splitlines() if line.startswith("|")}
+    recorded = (ROOT / "tests/bench/results/infer.md").read_text().splitlines()
+    assert rows
+    assert rows <= set(recorded)
+
+
 def readme_examples() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 

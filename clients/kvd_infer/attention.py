@@ -150,7 +150,7 @@ def _attend_group(query: Tensor, group: Group, layer: int, scale: float | None) 
     packed = by_heads.reshape(len(pieces), 1, heads, -1, query.shape[2])
     results = [
         _flash(rows, *piece.of(layer), is_causal=sees is not Sees.ALL, scale=scale)
-        for rows, piece in zip(packed, pieces, strict=True)
+        for rows, piece in zip(packed.unbind(), pieces, strict=True)
     ]
     outputs, lses = map(torch.cat, zip(*results, strict=True))
     # The kernel's log-sum-exp has strides of its own: reshape, never view.

@@ -110,13 +110,15 @@ class Model:
 class _Batch:
     """One forward pass: where its tokens stand, where their rows go, and how they attend.
 
-    `positions` are of all tokens, `ends` the place of each chunk's last one among them; `plans`
-    are by the layers' windows.
+    `positions` are of all tokens, `ends` the place of each chunk's last one among them. `targets`
+    are by layer, those of the keys before those of the values, of `sizes` tokens; `plans` are by
+    the layers' windows.
     """
 
     positions: Tensor
     ends: Tensor
-    targets: list[Tensor]
+    sizes: list[int]
+    targets: list[list[Tensor]]
     windows: list[int | None]
     plans: dict[int | None, Plan]
     seconds: float = 0.0
@@ -126,10 +128,13 @@ class _Batch:
         lengths = [len(chunk.tokens) for chunk in chunks]
         spans = zip((chunk.start for chunk in chunks), lengths, strict=True)
         parts = [[KeysValues(part[:, 0], part[:, 1]) for part in chunk.parts] for chunk in chunks]
+        targets = [target for chunk in chunks for target in chunk.targets]
+        planes = [target[:, plane].unbind() for plane in (0, 1) for target in targets]
         return cls(
             torch.cat([torch.arange(start, start + length) for start, length in spans]),
             torch.tensor(lengths).cumsum(0) - 1,
-            [target for chunk in chunks for target in chunk.targets],
+            [target.shape[2] for target in targets],
+            list(map(list, zip(*planes, strict=True))),
             windows,
             {window: Plan(lengths, parts, window) for window in set(windows)},
         )
@@ -139,11 +144,10 @@ class _Batch:
     ) -> Tensor:
         """All are `[1, heads, tokens, head_size]`, the output `[1, tokens, heads, head_size]`."""
         started = time.perf_counter()
-        sizes = [target.shape[2] for target in self.targets]
-        for plane, states in enumerate((keys, values)):
-            rows = states[0].transpose(0, 1).split(sizes)
-            for target, its_rows in zip(self.targets, rows, strict=True):
-                target[layer, plane].copy_(its_rows)
+        key_rows, value_rows = (
+            states[0].transpose(0, 1).split_with_sizes(self.sizes) for states in (keys, values)
+        )
+        torch._foreach_copy_(self.targets[layer], [*key_rows, *value_rows])
         plan = self.plans[self.windows[layer]]
         output = plan.attend(query[0].transpose(0, 1), layer, scale=scale)
         self.seconds += time.perf_counter() - started
@@ -181,7 +185,7 @@ def _attention(
     layer: Any = module.layer_idx
     asked = {"dropout": dropout, **kwargs}
     check_attention(module, query, attention_mask, batch.windows[layer], asked)
-    with telemetry.tracer.start_as_current_span(telemetry.ATTENTION, attributes={"layer": layer}):
+    with telemetry.tracer.start_span(telemetry.ATTENTION, attributes={"layer": layer}):
         return batch.attend(layer, query, key, value, scaling), None
 
 

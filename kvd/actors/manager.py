@@ -189,7 +189,7 @@ class Manager:
                 await self._untidy.wait()
                 self._untidy = anyio.Event()
                 self.carry_out(self.state.memory.trim())
-                self._back_ahead()
+                self._write(self.state.memory.back_ahead())
             tasks.cancel_scope.cancel()
 
     def close(self) -> None:
@@ -689,20 +689,6 @@ class Manager:
         return out_of_pages(msgspec.structs.replace(shortage, holders=holders))
 
     # --- memory ---
-
-    def _back_ahead(self) -> None:
-        """Have `back_ahead_bytes` of free memory ready in each arena, while the capacity lasts."""
-        memory = self.state.memory
-        # Of a small capacity no layout takes much before it is asked for.
-        size = min(self._config.cache.back_ahead_bytes, memory.capacity_bytes // 16)
-        plan: Plan = []
-        for arena in memory.arenas.values():
-            pool = arena.pool
-            missing = math.ceil(size / arena.layout.page_bytes) - pool.num_free - pool.num_backing
-            # A layout of which nothing was reserved yet needs nothing.
-            if pool.num_backed and missing > 0:
-                memory.begin_backing(arena, missing, plan)
-        self._write(plan)
 
     def do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         self._jobs.append((function, args))

@@ -7,6 +7,7 @@ the coldest. Between layouts memory moves by whole extents.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ MOVE_AGE_RATIO = 2
 # Blocks evicted elsewhere, in a fragmented arena, may not make an extent whole: so many times what
 # is missing may go for it at one reserve.
 MOVE_BUDGET = 2
-# As much of an arena's memory may lie free in broken groups before they are used again.
+# As much of the capacity may lie free in broken groups before they are used again.
 MAX_BROKEN_FRACTION = 1 / 16
 
 
@@ -128,6 +129,7 @@ class Memory:
         self.capacity_bytes = capacity_bytes
         self.high_watermark = config.high_watermark
         self.low_watermark = config.low_watermark
+        self.back_ahead_bytes = config.back_ahead_bytes
         self.arenas: dict[int, ArenaState] = {}
         self.num_touches = 0
         self._counters = counters
@@ -167,7 +169,7 @@ class Memory:
         return True
 
     def spare(self, space: Namespace, needed: int, ahead: int, plan: Plan) -> int:
-        """How many of the pages ahead can be had now; evicts for them once all memory is taken."""
+        """How many pages ahead there may be now; evicts for them once all memory is taken."""
         pool = space.arena.pool
         left = space.max_pages - space.num_pages - needed
         own = max(0, min(ahead - left, space.lru.num_blocks))
@@ -189,10 +191,9 @@ class Memory:
         """
         pool, left = space.arena.pool, count
         wanted = count // pool.group_pages
-        broken = pool.num_free - pool.num_whole_groups * pool.group_pages
         if pool.num_backing or self._num_backable(space.arena):
             return
-        if broken > max(pool.group_pages, pool.num_backed * MAX_BROKEN_FRACTION):
+        if self._much_is_broken(space.arena):
             return
         for victim in _coldest_first(space.arena.namespaces, space):
             if left <= 0 or pool.num_whole_groups >= wanted:
@@ -201,6 +202,12 @@ class Memory:
             size = min(left, _in_last_group(victim), _allowance(victim, space))
             self._shorten(victim, size, plan)
             left -= size
+
+    def _much_is_broken(self, arena: ArenaState) -> bool:
+        """Whether more than one group of it lies free in broken ones, and much of the capacity."""
+        broken_bytes = sum(each.pool.num_broken * each.page_bytes for each in self.arenas.values())
+        is_much = broken_bytes > MAX_BROKEN_FRACTION * self.capacity_bytes
+        return is_much and arena.pool.num_broken > arena.pool.group_pages
 
     def _move(self, space: Namespace, missing: int, plan: Plan) -> None:
         """Take memory from other arenas: what is idle there, and what held much colder blocks."""
@@ -245,6 +252,23 @@ class Memory:
                 self._counters["pages_unbacked"] += sum(run.count for run in runs)
 
     # --- backing ---
+
+    def back_ahead(self) -> Plan:
+        """Have `back_ahead_bytes` of free memory ready in each arena, while the capacity lasts.
+
+        It is ready in whole groups, unless so much lies in broken ones that this is used first.
+        """
+        plan: Plan = []
+        # Of a small capacity no layout takes much before it is asked for.
+        size = min(self.back_ahead_bytes, self.capacity_bytes // 16)
+        for arena in self.arenas.values():
+            pool = arena.pool
+            ready = pool.num_free - (0 if self._much_is_broken(arena) else pool.num_broken)
+            missing = math.ceil(size / arena.layout.page_bytes) - ready - pool.num_backing
+            # A layout of which nothing was reserved yet needs nothing.
+            if pool.num_backed and missing > 0:
+                self.begin_backing(arena, missing, plan)
+        return plan
 
     def begin_backing(self, arena: ArenaState, num_pages: int, plan: Plan) -> None:
         """Choose unbacked extents for at least `num_pages` pages, as far as the capacity goes."""

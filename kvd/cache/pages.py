@@ -88,10 +88,18 @@ class PagePool:
     def num_whole_groups(self) -> int:
         return int(np.count_nonzero(self._free_in_group == self.group_pages))
 
-    def take(self, count: int) -> Pages:
-        """Reserve `count` free pages, in runs as long as can be had, in ascending order."""
+    @property
+    def num_broken(self) -> int:
+        """Free pages in groups of which others are not free."""
+        return self.num_free - self.num_whole_groups * self.group_pages
+
+    def take(self, count: int, ahead: int = 0) -> Pages:
+        """Reserve `count` free pages, in runs as long as can be had, in ascending order.
+
+        Up to `ahead` more come with them: whole groups, and what one more has beside the rest.
+        """
         assert count <= self.num_free
-        pages = np.sort(self._choose(count))
+        pages = np.sort(self._choose(count, ahead))
         self.move(pages, PageState.FREE, PageState.RESERVED)
         return pages
 
@@ -125,37 +133,37 @@ class PagePool:
         size = self.extent_pages
         return [Run(run.first * size, run.count * size) for run in runs_of(extents)]
 
-    def _choose(self, count: int) -> Pages:
-        # There are three sources: whole groups for what fills them; a group that is already broken,
-        # or one more whole group, for the rest; and whatever is free where neither suffices.
+    def _choose(self, count: int, ahead: int) -> Pages:
+        # There are three sources: whole groups for what fills them; one group for the rest, be it
+        # broken already; and where none has what is needed, those that have the most.
         whole = np.flatnonzero(self._free_in_group == self.group_pages)
-        groups = _longest_runs(whole, count // self.group_pages)
+        groups = _longest_runs(whole, (count + ahead) // self.group_pages)
         pages = (groups[:, None] * self.group_pages + np.arange(self.group_pages)).ravel()
-        rest = count - len(pages)
+        needed, rest = count - len(pages), count + ahead - len(pages)
         if rest == 0:
             return pages
-        if (source := self._group_for(rest, whole, groups)) is not None:
-            free = self._free_pages(source * self.group_pages, self.group_pages)
-        else:
-            is_free = self.states == PageState.FREE
-            is_free[pages] = False
-            free = np.flatnonzero(is_free)
-        return np.concatenate((pages, free[:rest]))
+        left = self._free_in_group.copy()
+        left[groups] = 0
+        source = _fitting(left, rest)
+        if left[source] >= needed:
+            return np.concatenate((pages, self._free_pages_in(source)[: min(rest, left[source])]))
+        is_free = self.states == PageState.FREE
+        is_free[pages] = False
+        free = np.flatnonzero(is_free)
+        fullest_first = np.argsort(-left[free // self.group_pages], kind="stable")
+        return np.concatenate((pages, free[fullest_first[:needed]]))
 
-    def _group_for(self, rest: int, whole: Pages, taken: Pages) -> int | None:
-        broken = np.flatnonzero(
-            (self._free_in_group >= rest) & (self._free_in_group < self.group_pages)
-        )
-        if len(broken):
-            return int(broken[0])
-        if rest > self.group_pages or len(whole) == len(taken):
-            return None
-        is_left = self._free_in_group == self.group_pages
-        is_left[taken] = False
-        return int(is_left.argmax())
+    def _free_pages_in(self, group: int) -> Pages:
+        first, stop = group * self.group_pages, (group + 1) * self.group_pages
+        return first + np.flatnonzero(self.states[first:stop] == PageState.FREE)
 
-    def _free_pages(self, first: int, count: int) -> Pages:
-        return first + np.flatnonzero(self.states[first : first + count] == PageState.FREE)
+
+def _fitting(free_in_group: Pages, count: int) -> int:
+    """The group of which the least is left over, or that has the most where none has so many."""
+    fitting = np.flatnonzero(free_in_group >= count)
+    if len(fitting):
+        return int(fitting[free_in_group[fitting].argmin()])
+    return int(free_in_group.argmax())
 
 
 def _longest_runs(groups: Pages, count: int) -> Pages:

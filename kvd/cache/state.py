@@ -283,9 +283,10 @@ class CacheState(Namespaces):
         if not self.memory.make_room(space, needed, plan):
             shortage = self.memory.shortage(space, needed)
             return Short(shortage, not plan and self._is_hopeless(lease, needed), plan)
-        count = needed + self.memory.spare(space, needed, ahead, plan)
-        self.memory.make_groups(space, count, plan)
-        pages = space.arena.pool.take(count)
+        ahead = self.memory.spare(space, needed, ahead, plan)
+        self.memory.make_groups(space, needed + ahead, plan)
+        pages = space.arena.pool.take(needed, ahead)
+        count = len(pages)
         space.num_pages += count
         lease.granted = np.concatenate((lease.granted, pages))
         lease.reserved.update(pages.tolist())

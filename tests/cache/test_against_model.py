@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -200,9 +201,11 @@ class CacheAndModel(Machine):
         return True
 
     def num_certain(self, lease: Lease, count: int, ahead: int) -> int:
-        """How many of the pages ahead come along whatever is evicted."""
+        """How many of the pages ahead come along whatever is evicted: those of whole groups."""
         space = lease.namespace
-        free = len(self.model.in_state(space.arena.id, "free"))
+        size = space.arena.layout.group_pages
+        groups = [page.number // size for page in self.model.in_state(space.arena.id, "free")]
+        free = size * list(Counter(groups).values()).count(size)
         most = self.model.max_pages(space.id) - self.model.num_pages(space.id)
         reservable = self.model.num_reservable(lease.session, space.id)
         return max(0, min(ahead, free - count, most - count, reservable - count))

@@ -173,6 +173,47 @@ def test_a_reserve_of_more_pages_than_there_are_takes_no_memory() -> None:
     assert cache.arena.pool.num_backed == 0
 
 
+# --- memory ahead ---
+
+
+def ahead_of(cache: Cache) -> list[Run]:
+    """What is backed ahead: of 512 pages 32, which are two groups."""
+    runs = backing(cache.memory.back_ahead())
+    for run in runs:
+        cache.end_backing(run.first, run.count)
+    return runs
+
+
+def short_prompts(cache: Cache, letters: str) -> None:
+    """Each leaves fifteen pages over of the group that it began."""
+    for letter in letters:
+        lease = cache.match(letter)
+        answer = cache.state.reserve(lease, 0, 1, ahead=15)
+        assert isinstance(answer, Granted)
+        cache.commit(lease, letter, answer.pages[:1])
+        cache.release(lease)
+
+
+def test_no_memory_is_backed_ahead_of_the_first_reserve() -> None:
+    assert ahead_of(Cache(512, backed=False)) == []
+
+
+def test_free_pages_of_broken_groups_are_no_memory_ahead() -> None:
+    cache = Cache(512, backed=False)
+    cache.back(EXTENT)
+    assert ahead_of(cache) == [Run(16, 16)]
+    short_prompts(cache, "ab")
+    assert ahead_of(cache) == [Run(32, 32)]
+    assert ahead_of(cache) == []
+
+
+def test_once_much_lies_in_broken_groups_no_memory_is_backed_ahead() -> None:
+    cache = Cache(512, backed=False)
+    cache.back(4 * EXTENT)
+    short_prompts(cache, "abcd")
+    assert ahead_of(cache) == []
+
+
 # --- watermarks ---
 
 
@@ -377,12 +418,7 @@ def test_what_is_kept_of_a_page_counts_as_taken() -> None:
 def test_short_prompts_use_the_whole_memory() -> None:
     """What each leaves over of its group is used before whole groups are made for the next."""
     cache = Cache(512)
-    for number in range(3 * 512):
-        lease = cache.match(chr(number))
-        answer = cache.state.reserve(lease, 0, 1, ahead=15)
-        assert isinstance(answer, Granted)
-        cache.commit(lease, chr(number), answer.pages[:1])
-        cache.release(lease)
+    short_prompts(cache, "".join(map(chr, range(3 * 512))))
     assert cache.namespace.tree.num_blocks > 512 * 15 // 16 - EXTENT
 
 

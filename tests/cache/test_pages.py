@@ -120,6 +120,36 @@ def test_a_few_pages_come_from_a_group_that_is_broken_already() -> None:
     assert pool.take(8).tolist() == [*range(8, 16)]
 
 
+def test_a_few_pages_come_from_the_group_of_which_the_least_is_left_over() -> None:
+    pool = backed_pool(64)
+    pool.take(64)
+    give_back(pool, [*range(9), *range(16, 22), *range(32, 48)])
+    assert pool.take(5).tolist() == [*range(16, 21)]
+    assert pool.take(9).tolist() == [*range(9)]
+
+
+def test_pages_ahead_fill_a_group() -> None:
+    pool = backed_pool(64)
+    pool.take(3)
+    assert pool.take(9, ahead=7).tolist() == [*range(16, 32)]
+    assert pool.take(17, ahead=15).tolist() == [*range(32, 64)]
+
+
+def test_pages_ahead_begin_no_run_of_their_own() -> None:
+    pool = backed_pool(32)
+    pool.take(32)
+    give_back(pool, [*range(8), *range(16, 26)])
+    assert pool.take(9, ahead=7).tolist() == [*range(16, 26)]
+    assert pool.take(1, ahead=15).tolist() == [*range(8)]
+
+
+def test_where_no_group_has_enough_those_with_the_most_are_taken() -> None:
+    pool = backed_pool(48)
+    pool.take(48)
+    give_back(pool, [0, 1, 16, 17, 18, 19, 32, 33, 34])
+    assert pool.take(6, ahead=10).tolist() == [16, 17, 18, 19, 32, 33]
+
+
 def test_interleaved_groups_stay_whole() -> None:
     pool = backed_pool(128)
     taken = [[pool.take(16) for _ in range(2)] for _ in range(4)]
