@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvd.config import Config, load, parse
+from kvd.config import Config, parse
+from kvd.loading import load
 from kvd.protocol.errors import ConfigError
 
 
 def test_without_a_file_there_are_defaults() -> None:
-    assert load() == Config() == parse({})
+    assert load().config == Config() == parse({})
 
 
 def test_defaults_are_as_documented() -> None:
@@ -32,7 +33,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         "[limits]\nsessions = 3\nrequest_bytes = 1048576\n"
         '[[tiers]]\ntype = "host"\ncapacity_bytes = "8GiB"\n'
     )
-    config = load(path)
+    config = load(path).config
     assert (config.endpoint, config.grace_seconds) == ("ipc:///tmp/x.sock", 1.5)
     assert (config.cache.back_ahead_bytes, config.cache.low_watermark) == (3 << 19, 0.5)
     assert (config.limits.sessions, config.limits.request_bytes) == (3, 1 << 20)
