@@ -28,7 +28,9 @@ except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
 
 if TYPE_CHECKING:
-    from kvd.config import Config
+    from collections.abc import AsyncIterator
+
+    from kvd.config import Config, LogConfig
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         return check(lambda: _load(args), as_json=args.json)
     try:
         loaded = _load(args)
-        _set_up_logging(loaded.config)
+        _set_up_logging(loaded.config.log)
         _raise_descriptor_limit()
         anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
     except KvdError as error:
@@ -88,26 +90,30 @@ def _load(args: argparse.Namespace) -> Loaded:
 async def _serve(loaded: Loaded) -> None:
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     with anyio.open_signal_receiver(*numbers) as signals:
-        async with Daemon(loaded, on_reload=_set_up_logging) as daemon:
+        async with Daemon(loaded, on_reload=_log_as_told) as daemon:
             tiers = ", ".join(
                 f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
                 f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
                 for tier in daemon.tier_status()
             )
             print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
-            async with anyio.create_task_group() as reloads:
-                async for number in signals:
-                    if number == signal.SIGHUP:
-                        reloads.start_soon(_reload, daemon)
-                        continue
-                    name = signal.Signals(number).name
-                    logging.getLogger(kvd.__name__).info("%s: stopping", name)
-                    reloads.cancel_scope.cancel()
-                    break
+            await _until_told_to_stop(signals, daemon)
+
+
+async def _until_told_to_stop(signals: AsyncIterator[signal.Signals], daemon: Daemon) -> None:
+    """Reload at each SIGHUP until another signal comes, which waits for no file."""
+    async with anyio.create_task_group() as reloads:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                reloads.start_soon(_reload, daemon)
+                continue
+            logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
+            reloads.cancel_scope.cancel()
+            return
 
 
 async def _reload(daemon: Daemon) -> None:
-    with contextlib.suppress(KvdError):  # the log has it
+    with contextlib.suppress(Exception):  # the log has it
         await daemon.reload()
 
 
@@ -130,14 +136,18 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def _set_up_logging(config: Config) -> None:
+def _log_as_told(config: Config) -> None:
+    _set_up_logging(config.log)
+
+
+def _set_up_logging(config: LogConfig) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(
         _JsonFormatter()
-        if config.log.format == "json"
+        if config.format == "json"
         else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     )
-    logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
 
 
 if __name__ == "__main__":

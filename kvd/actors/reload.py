@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from kvd.config import Config, flat
-from kvd.protocol.errors import ConfigError, LimitExceeded, Unsupported
+from kvd.protocol.errors import KvdError, LimitExceeded, Unsupported
 from kvd.protocol.messages import ConfigChange, ConfigValue
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ class Reloader:
             try:
                 loaded = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
                 done = self._go_by(loaded)
-            except ConfigError as error:
-                logger.error("reason=not_reloaded %s", error)
+            except Exception as error:
+                fault = None if isinstance(error, KvdError) else error
+                logger.error("reason=not_reloaded %s", error, exc_info=fault)
                 raise
         logger.info("reloaded; changed: %s", _names(done.changed))
         if done.needs_restart:
