@@ -186,7 +186,7 @@ def convert(section: Mapping[str, Any], kind: type[S], source: str) -> S:
 def type_of(kind: Any, key: str) -> Any:
     """What a key such as "cache.high_watermark" holds; without a key, `kind` itself."""
     for name in re.findall(r"\w+(?=[.[]|$)", key):
-        kind = next(each.type for each in fields(_item(kind)) if each.name == name)
+        kind = next(each.type for each in fields(_item(kind)) if each.encode_name == name)
     return kind
 
 
@@ -207,7 +207,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _check_keys(section: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
     """Refuse unknown keys with the nearest known one, which msgspec does not name."""
-    types = {prefix + field.name: field.type for field in fields(kind)}
+    types = {prefix + field.encode_name: field.type for field in fields(kind)}
     for name, value in section.items():
         key = prefix + name
         if key not in types:
@@ -233,5 +233,5 @@ def reason(error: msgspec.ValidationError, kind: Any) -> str:
     text, _, place = str(error).partition(" - at `$")
     key = place.strip("`.")
     if text.startswith("Invalid enum value"):  # msgspec does not say which there are
-        text += f"; it may be {', '.join(get_args(type_of(kind, key)))}"
+        text += f"; it may be {', '.join(map(str, get_args(type_of(kind, key))))}"
     return f"{key}: {text}" if key else text

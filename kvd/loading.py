@@ -42,9 +42,9 @@ class Loaded:
         try:
             yield
         except ConfigError as error:
-            raise ConfigError(
-                f"{self.source}: {error}" if self.source else error.message
-            ) from error
+            if not self.source:
+                raise
+            raise ConfigError(f"{self.source}: {error}") from error
 
     def origin(self, key: str) -> str:
         return self.origins.get(key, DEFAULT)

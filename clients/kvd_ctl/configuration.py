@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,4 +49,4 @@ def _text(key: str, value: Any) -> str:
     """A value as a configuration file has it, or shorter."""
     if key.endswith("_bytes"):
         return format_bytes(value)
-    return value if isinstance(value, str) else to_json(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -219,11 +219,12 @@ class Manager:
         check_identity(identity)
         check_layout(layout)
         info = NamespaceInfo(identity, layout, salt, extras)
-        key, quota = info.key, _quota(self._config, identity, salt)
+        key = info.key
         async with self._opening:
-            self.state.check_open(session, key, quota)
+            self.state.check_open(session, key, _quota(self._config, identity, salt))
             known = self.state.find_namespace(key)
             arena = known.arena if known else await self._place_for(info)
+            quota = _quota(self._config, identity, salt)  # a reload may have come between
             namespace = self.state.open_namespace(session, key, identity, salt, arena, quota=quota)
             if known is None:
                 self._tell_stores(info)

@@ -45,11 +45,11 @@ class Reloader:
     `parts` has its `configure`, which sets them and makes anew what it made of a value. So a part
     says what it goes by, as at its start, where one holder of the whole would have to be asked by
     all of them, the plain classes of the cache included. All are called in one turn of the loop:
-    nobody sees half of it, and no request is served between. The first may refuse (ConfigError)
-    while nothing has changed yet; `check` does so before, as a start would.
+    nobody sees half of it, and no request is served between. What a start would refuse, `check`
+    refuses before; after that only the first part may, while nothing has changed yet.
     """
 
-    def __init__(self, loaded: Loaded, check: Callable[[Config], object]) -> None:
+    def __init__(self, loaded: Loaded, check: Callable[[Loaded], object]) -> None:
         self._loaded = loaded
         self._check = check
         self.parts: Sequence[Callable[[Config], None]] = ()
@@ -90,14 +90,15 @@ class Reloader:
         if self._loaded.again is None:
             raise Unsupported("this kvd was configured by the program that it runs in")
         loaded = self._loaded.again()
-        self._check(loaded.config)
+        self._check(loaded)
         return loaded
 
     def _go_by(self, loaded: Loaded) -> Reloaded:
         before, wanted = self.config, loaded.config
         config = _without_restart(before, wanted)
-        for configure in self.parts:
-            configure(config)
+        with loaded.naming_source():
+            for configure in self.parts:
+                configure(config)
         done = Reloaded(_changes(before, config), _changes(config, wanted))
         kept = {change.key: self._loaded.origin(change.key) for change in done.needs_restart}
         self._loaded = replace(loaded, config=config, origins=loaded.origins | kept)

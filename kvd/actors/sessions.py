@@ -25,7 +25,7 @@ NUM_TIMED = 256
 class Session:
     """One attached client. `identity` is its connection; `secret` is known to it alone.
 
-    It may be silent for so long, as was said when it attached and heard how often to speak.
+    `silent_seconds` are as they were when it attached and heard how often to speak.
     """
 
     id: int

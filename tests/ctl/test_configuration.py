@@ -36,6 +36,7 @@ def test_config_tells_each_value_and_where_it_comes_from(
     assert row(said, "limits.sessions") == ["1024", "default"]
     assert row(said, "cache.scrub_bytes") == ["32MiB", "default"]
     assert row(said, "sessions.silent_seconds") == ["60.0", "file", str(daemon.config_path)]
+    assert row(said, "tiers")[0:2] == ['[{"type":', '"host",']
     assert row(said, "endpoint") == [daemon.endpoint, "file", str(daemon.config_path)]
 
 

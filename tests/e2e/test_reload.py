@@ -152,6 +152,7 @@ def test_a_file_that_is_not_good_changes_nothing_and_says_why(
     with pytest.raises(ConfigError) as refused:
         client.reload()
     assert message in str(refused.value)
+    assert str(refused.value).startswith(str(daemon.config_path))
     assert f"reason=not_reloaded {refused.value}" in daemon.log
     hang_up(daemon)
     eventually(lambda: daemon.log.count("reason=not_reloaded") == 2)
