@@ -12,12 +12,14 @@ from typing import Any
 
 import anyio
 import pytest
+from blockbuster import BlockBuster
 
 from kvd.actors.reload import AT_START, HIDDEN
 from kvd.config import Config, flat, parse
 from kvd.daemon import Daemon
-from kvd.loading import Loaded
+from kvd.loading import Loaded, load
 from kvd.protocol.errors import ConfigError, Unsupported
+from kvd.testing.daemons import to_toml
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import settings
 
@@ -192,6 +194,19 @@ async def test_reloads_come_one_after_the_other(
             tasks.start_soon(daemon.reload)
     assert caplog.messages.count("reloaded; changed: limits.pins") == 1
     assert caplog.messages.count("reloaded; changed: nothing") == 2
+
+
+async def test_a_reload_never_blocks_the_loop(shm: Path) -> None:  # noqa: F811
+    path = shm / "kvd.toml"
+    path.write_text(to_toml(document(shm)))
+    async with Daemon(load(path)) as daemon:
+        path.write_text(to_toml(with_changes(document(shm), CHANGES)))
+        detector = BlockBuster("kvd")
+        detector.activate()
+        try:
+            assert len((await daemon.reload()).changed) == len(CHANGES)
+        finally:
+            detector.deactivate()
 
 
 def test_of_a_plugin_what_is_secret_is_not_told(shm: Path) -> None:  # noqa: F811
