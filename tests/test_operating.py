@@ -61,14 +61,6 @@ def test_only_commands_of_other_programs_are_not_run() -> None:
     assert {line.split()[0] for line in lines} <= {"pip", "sudo", "docker"}
 
 
-def test_every_reason_in_the_log_is_on_the_page() -> None:
-    sources = [
-        path.read_text() for name in ("kvd", "plugins") for path in ROOT.glob(f"{name}/**/*.py")
-    ]
-    reasons = set(re.findall(r"reason=([a-z_]+)", "".join(sources)))
-    assert sorted(reason for reason in reasons if f"`{reason}`" not in PAGE) == []
-
-
 def test_what_waits_for_a_restart_is_on_the_page() -> None:
     assert [key for key in AT_START - {"tiers"} if f"`{key}`" not in PAGE] == []
 
