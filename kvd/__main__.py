@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -10,9 +11,7 @@ import resource
 import signal
 import sys
 import threading
-from pathlib import Path
-
-import msgspec
+from typing import TYPE_CHECKING
 
 import kvd
 from kvd.protocol.errors import KvdError
@@ -22,10 +21,16 @@ try:
     import anyio
     import uvloop  # noqa: F401 - anyio asks for it by name
 
-    from kvd.config import Config, LogConfig, load
+    from kvd.check import check
     from kvd.daemon import Daemon
+    from kvd.loading import Loaded, find, load, profiles
 except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvd.config import Config, LogConfig
 
 
 def main() -> None:
@@ -39,12 +44,13 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.check:
+        return check(lambda: _load(args), as_json=args.json)
     try:
-        config = load(args.config)
-        config = msgspec.structs.replace(config, log=_log_config(config.log, args))
-        _set_up_logging(config.log)
+        loaded = _load(args)
+        _set_up_logging(loaded.config.log)
         _raise_descriptor_limit()
-        anyio.run(_serve, config, backend_options={"use_uvloop": True})
+        anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return 1
@@ -56,31 +62,59 @@ def _arguments() -> argparse.Namespace:
         prog="kvd",
         description="Own the KV cache of this machine's LLM inference processes.",
         epilog="Without --config it uses its defaults and says what they are. Example: "
-        "kvd --config /etc/kvd/kvd.toml",
+        "kvd --config /etc/kvd/kvd.toml --check",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
+    parser.add_argument(
+        "--config",
+        type=find,
+        metavar="FILE",
+        help=f"configuration (TOML), or one of those that come with kvd: {', '.join(profiles())}",
+    )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", choices=["text", "json"])
+    parser.add_argument("--check", action="store_true", help="say what it would do, and end")
+    parser.add_argument("--json", action="store_true", help="what --check says, for programs")
     parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.json and not args.check:
+        parser.error("--json goes with --check")
+    return args
 
 
-def _log_config(config: LogConfig, args: argparse.Namespace) -> LogConfig:
-    return LogConfig(args.log_level or config.level, args.log_format or config.format)
+def _load(args: argparse.Namespace) -> Loaded:
+    flags = {"log.level": args.log_level, "log.format": args.log_format}
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load(args.config, os.environ, given)
 
 
-async def _serve(config: Config) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with Daemon(config) as daemon:
+async def _serve(loaded: Loaded) -> None:
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    with anyio.open_signal_receiver(*numbers) as signals:
+        async with Daemon(loaded, on_reload=_log_as_told) as daemon:
             tiers = ", ".join(
                 f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
                 f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
                 for tier in daemon.tier_status()
             )
             print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
-            async for number in signals:
-                logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
-                break
+            await _until_told_to_stop(signals, daemon)
+
+
+async def _until_told_to_stop(signals: AsyncIterator[signal.Signals], daemon: Daemon) -> None:
+    """Reload at each SIGHUP until another signal comes, which waits for no file."""
+    async with anyio.create_task_group() as reloads:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                reloads.start_soon(_reload, daemon)
+                continue
+            logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
+            reloads.cancel_scope.cancel()
+            return
+
+
+async def _reload(daemon: Daemon) -> None:
+    with contextlib.suppress(Exception):  # the log has it
+        await daemon.reload()
 
 
 def _raise_descriptor_limit() -> None:
@@ -102,6 +136,10 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+def _log_as_told(config: Config) -> None:
+    _set_up_logging(config.log)
+
+
 def _set_up_logging(config: LogConfig) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(
@@ -109,7 +147,7 @@ def _set_up_logging(config: LogConfig) -> None:
         if config.format == "json"
         else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     )
-    logging.basicConfig(level=config.level.upper(), handlers=[handler])
+    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""Config and its sections; load(). Each default is written once, here."""
+"""Config and its sections. Each default is written once, here."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import os
-import tomllib
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import fields
 
 from kvd.protocol.endpoint import default_endpoint, socket_path
 from kvd.protocol.errors import ConfigError
@@ -19,7 +21,7 @@ from kvd.protocol.units import ByteSize, decode_size
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
-
+S = TypeVar("S", bound=msgspec.Struct)
 
 MIN_REQUEST_BYTES = 64 << 10
 MAX_REQUEST_BYTES = 1 << 40
@@ -162,36 +164,74 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(self.resolved_endpoint.encode()).hexdigest()[:12]
 
 
-def load(path: Path | None = None) -> Config:
-    """Read a configuration file; without one, the defaults. Raises ConfigError, naming the key."""
-    if path is None:
-        return Config()
-    try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return parse(document, str(path))
+def parse(document: Mapping[str, Any], source: str = "configuration") -> Config:
+    """Turn a document's plain values into a Config; raises ConfigError as `convert`."""
+    return convert(document, Config, source)
 
 
-def parse(document: dict[str, Any], source: str = "configuration") -> Config:
-    """Turn a document's plain values into a Config; raises ConfigError, naming the key."""
-    _check_keys(document, Config, "", source)
+def convert(section: Mapping[str, Any], kind: type[S], source: str) -> S:
+    """Turn plain values into a Struct.
+
+    Raises ConfigError, naming the source, the key and what it may be.
+    """
     try:
-        return msgspec.convert(document, Config, dec_hook=decode_size)
+        _check_keys(section, kind, "")
+        return msgspec.convert(section, kind, dec_hook=decode_size)
     except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {reason(error, kind)}") from error
+    except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def _check_keys(
-    section: dict[str, Any], kind: type[msgspec.Struct], prefix: str, source: str
-) -> None:
+def type_of(kind: Any, key: str) -> Any:
+    """What a key such as "cache.high_watermark" holds; without a key, `kind` itself."""
+    for name in re.findall(r"\w+(?=[.[]|$)", key):
+        kind = next(each.type for each in fields(_item(kind)) if each.encode_name == name)
+    return kind
+
+
+def flat(section: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
+    """All values by key; what is a list stays one."""
+    found: dict[str, Any] = {}
+    for name in section.__struct_fields__:
+        value, key = getattr(section, name), prefix + name
+        found |= flat(value, f"{key}.") if isinstance(value, msgspec.Struct) else {key: value}
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """To be said of an unknown name: the known one that may be meant."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _check_keys(section: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
     """Refuse unknown keys with the nearest known one, which msgspec does not name."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    for key, value in section.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            raise ConfigError(f"{source}: unknown key {prefix}{key}{hint}")
-        default = fields[key].default
-        if isinstance(default, msgspec.Struct) and isinstance(value, dict):
-            _check_keys(value, type(default), f"{prefix}{key}.", source)
+    types = {prefix + field.encode_name: field.type for field in fields(kind)}
+    for name, value in section.items():
+        key = prefix + name
+        if key not in types:
+            raise ConfigError(f"unknown key {key}{nearest(key, types)}")
+        inner = _item(types[key])
+        if not (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
+            continue
+        if isinstance(value, Mapping):
+            _check_keys(value, inner, f"{key}.")
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    _check_keys(item, inner, f"{key}[{number}].")
+
+
+def _item(kind: Any) -> Any:
+    """Of a list's type that of its items, else the type itself."""
+    return next(iter(get_args(kind)), kind)
+
+
+def reason(error: msgspec.ValidationError, kind: Any) -> str:
+    """Why a value is none of this type: the key, what is wrong, what it may be."""
+    text, _, place = str(error).partition(" - at `$")
+    key = place.strip("`.")
+    if text.startswith("Invalid enum value"):  # msgspec does not say which there are
+        text += f"; it may be {', '.join(map(str, get_args(type_of(kind, key))))}"
+    return f"{key}: {text}" if key else text

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -20,6 +20,7 @@ from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.patience import Patience
 from kvd.actors.recovery import recover
+from kvd.actors.reload import Reloaded, Reloader
 from kvd.actors.router import Router
 from kvd.actors.scrubber import Scrubber
 from kvd.actors.sequences import SequenceFiles, Sequences
@@ -31,6 +32,7 @@ from kvd.arena.header import create_header
 from kvd.arena.owner import OwnerLock, make_directory, private_directory
 from kvd.cache.stores import StoreState
 from kvd.config import Config
+from kvd.loading import Loaded
 from kvd.protocol.endpoint import is_default, socket_path
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.tiers.base import MemoryTier, StoreTier, Tier
@@ -38,7 +40,7 @@ from kvd.tiers.registry import load_tier
 from kvd.tiers.shelf import Shelf
 
 if TYPE_CHECKING:
-    from kvd.protocol.messages import TierStatus
+    from kvd.protocol.messages import ConfigValue, TierStatus
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +56,48 @@ class Daemon(AsyncContextManagerMixin):
     Needs an asyncio event loop. Entering raises ConfigError, AlreadyRunning or TierFailed.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Config()
-        self.endpoint = self.config.resolved_endpoint
-        self.directory = self.config.resolved_directory
-        self.data_directory = self.config.resolved_data_directory
+    def __init__(
+        self,
+        config: Config | Loaded | None = None,
+        *,
+        on_reload: Callable[[Config], None] | None = None,
+    ) -> None:
+        """Of what was loaded, `reload` loads it anew; `on_reload` is given what it is then."""
+        loaded = config if isinstance(config, Loaded) else Loaded(config or Config())
+        self._reloader = Reloader(loaded, check=Daemon)
+        self._on_reload = [on_reload] if on_reload else []
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
         self.epoch = secrets.randbits(62) | 1
-        places = self.directory, self.data_directory
-        first, *below = tiers = [load_tier(section, *places) for section in self.config.tiers]
-        if not isinstance(first, MemoryTier):
-            raise ConfigError(f"tiers: the first one has what clients map; {first.name} has none")
+        with loaded.naming_source():
+            self.endpoint = self.config.resolved_endpoint
+            self.directory = self.config.resolved_directory
+            self.data_directory = self.config.resolved_data_directory
+            places = self.directory, self.data_directory
+            first, *below = tiers = [load_tier(section, *places) for section in self.config.tiers]
+            if not isinstance(first, MemoryTier):
+                raise ConfigError(
+                    f"tiers: the first one has what clients map; {first.name} has none"
+                )
         self.tier = first
         _tell_apart(tiers)
         self.stores = [_as_store(tier) for tier in below]
+
+    @property
+    def config(self) -> Config:
+        """What it goes by now."""
+        return self._reloader.config
+
+    def listed(self) -> tuple[ConfigValue, ...]:
+        """Every key of its configuration, with its value and where that comes from."""
+        return self._reloader.listed()
+
+    async def reload(self) -> Reloaded:
+        """Load the configuration anew and go by it, as far as no new start is needed for it.
+
+        Nobody's request fails for it. Raises ConfigError, and changes nothing, where it is not
+        good; Unsupported where it was not loaded.
+        """
+        return await self._reloader.reload()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -115,9 +145,12 @@ class Daemon(AsyncContextManagerMixin):
                 sequences,
                 scrubber,
                 sessions,
+                self._reloader,
                 self.epoch,
                 header_path,
             )
+            parts = self._manager, mover, scrubber, sequences, sessions, router
+            self._reloader.parts = [*(part.configure for part in parts), *self._on_reload]
             end = math.inf
             try:
                 async with create_task_group() as below:

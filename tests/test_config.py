@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvd.config import Config, load, parse
+from kvd.config import Config, parse
+from kvd.loading import load
 from kvd.protocol.errors import ConfigError
 
 
 def test_without_a_file_there_are_defaults() -> None:
-    assert load() == Config() == parse({})
+    assert load().config == Config() == parse({})
 
 
 def test_defaults_are_as_documented() -> None:
@@ -32,7 +33,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         "[limits]\nsessions = 3\nrequest_bytes = 1048576\n"
         '[[tiers]]\ntype = "host"\ncapacity_bytes = "8GiB"\n'
     )
-    config = load(path)
+    config = load(path).config
     assert (config.endpoint, config.grace_seconds) == ("ipc:///tmp/x.sock", 1.5)
     assert (config.cache.back_ahead_bytes, config.cache.low_watermark) == (3 << 19, 0.5)
     assert (config.limits.sessions, config.limits.request_bytes) == (3, 1 << 20)
@@ -44,6 +45,7 @@ UNKNOWN = [
     ({"cache": {"high_watermrk": 1}}, r"cache.high_watermrk; did you mean cache.high_watermark\?"),
     ({"limits": {"session": 1}}, r"limits.session; did you mean limits.sessions\?"),
     ({"log": {"levl": "info"}}, r"log.levl; did you mean log.level\?"),
+    ({"quotas": [{}, {"max_byte": 1}]}, r"quotas\[1\].max_byte; .* mean quotas\[1\].max_bytes\?"),
     ({"tier": []}, r"unknown key tier; did you mean tiers\?"),
     ({"zzz": 1}, "unknown key zzz$"),
     ({"sessions": {"zzz": 1}}, "unknown key sessions.zzz$"),
@@ -80,7 +82,9 @@ BAD = [
     ({"limits": {"request_bytes": 0}}, "request_bytes"),
     ({"limits": {"request_bytes": 1 << 63}}, "request_bytes"),
     ({"sessions": {"heartbeat_seconds": 0}}, "heartbeat_seconds"),
-    ({"log": {"level": "loud"}}, "level"),
+    ({"log": {"level": "loud"}}, "log.level: .*'loud'; it may be debug, info, warning, error"),
+    ({"quotas": [{"max_bytes": "lots"}]}, r"quotas\[0\].max_bytes: 'lots' is not a size"),
+    ({"quotas": [{"max_bytes": 1, "guaranteed_bytes": 2}]}, "guaranteed_bytes is above max_bytes"),
     ({"log": {"format": "xml"}}, "format"),
     ({"endpoint": 5}, "endpoint"),
     ({"directory": "relative/path"}, "not an absolute path"),

@@ -36,7 +36,7 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
 def test_help_tells_the_flags() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for flag in ("--config FILE", "--log-level", "--log-format", "--version"):
+    for flag in ("--config FILE", "--log-level", "--log-format", "--check", "--version"):
         assert flag in done.stdout
 
 
@@ -53,6 +53,61 @@ def test_an_unknown_flag_is_a_usage_error() -> None:
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "nowhere.toml"
     assert str(path) in complaint(run("--config", path))
+
+
+def test_json_goes_with_check() -> None:
+    done = run("--json")
+    assert done.returncode == 2
+    assert "--json goes with --check" in done.stderr
+
+
+# --- a check ---
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "kvd.toml"
+    places = f'endpoint = "ipc://{tmp_path}/kvd.sock"\ndirectory = "{tmp_path}/kvd"\n'
+    path.write_text(f'{places}[[tiers]]\ntype = "host"\ncapacity_bytes = "1MiB"\n')
+    return path
+
+
+def test_a_check_tells_what_kvd_would_do_and_does_nothing(path: Path) -> None:
+    done = run("--config", path, "--check")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "configuration is good",
+        f"endpoint: ipc://{path.parent}/kvd.sock",
+        f"directory: {path.parent}/kvd",
+        *(line for line in done.stdout.splitlines() if line.startswith("data_directory: ")),
+        "host tier: up to 1MiB",
+    ]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_check_as_json_has_every_value_with_its_origin(path: Path) -> None:
+    done = run("--config", path, "--check", "--json", KVD_LIMITS__PINS="7")
+    said = json.loads(done.stdout)
+    assert said["tiers"] == [{"name": "host", "capacity_bytes": 1 << 20}]
+    origins = {each["key"]: (each["value"], each["origin"]) for each in said["values"]}
+    assert origins["limits.pins"] == (7, "environment KVD_LIMITS__PINS")
+    assert origins["endpoint"] == (f"ipc://{path.parent}/kvd.sock", f"file {path}")
+
+
+def test_a_check_finds_what_a_start_would_refuse(path: Path) -> None:
+    path.write_text('[[tiers]]\ntype = "lmdb"\nnosink = true')
+    message = f"{path}: tiers, type lmdb: unknown key nosink; did you mean nosync?"
+    assert complaint(run("--config", path, "--check")) == f"kvd: {message}"
+    done = run("--config", path, "--check", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (1, {"error": message})
+
+
+def test_a_profile_is_checked_by_its_name() -> None:
+    done = run("--config", "server", "--check")
+    assert "endpoint: ipc:///run/kvd.sock" in done.stdout
+
+
+# --- what cannot be used ---
 
 
 @pytest.mark.parametrize(
@@ -128,6 +183,13 @@ def test_the_ready_line_names_every_tier() -> None:
         assert daemon.ready_line.endswith(
             f"in {daemon.directory}, lmdb tier: up to 16MiB in {data}"
         )
+
+
+def test_an_override_by_a_variable_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVD_LOG__FORMAT", "json")
+    with running_daemon(settings()) as daemon:
+        daemon.stop()
+        assert all(map(json.loads, daemon.log.splitlines()))
 
 
 def test_a_log_in_json_is_json() -> None:

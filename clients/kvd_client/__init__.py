@@ -29,9 +29,12 @@ from kvd.protocol.errors import (
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import (
+    ConfigChange,
+    ConfigReply,
     DropResult,
     LeasesReply,
     PinResult,
+    ReloadReply,
     SequencesReply,
     SequenceStatus,
     Shortage,
@@ -46,7 +49,9 @@ from kvd_client.client import Client, Lease, Namespace
 __all__ = [
     "BadRequest",
     "Client",
+    "ConfigChange",
     "ConfigError",
+    "ConfigReply",
     "DaemonUnavailable",
     "DeadlineExceeded",
     "DropResult",
@@ -62,6 +67,7 @@ __all__ = [
     "OutOfPages",
     "PagesInUse",
     "PinResult",
+    "ReloadReply",
     "Resumed",
     "SequenceStatus",
     "SequenceTaken",

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import (
+        ConfigReply,
         DropResult,
         LeasesReply,
         PinResult,
+        ReloadReply,
         SequencesReply,
         StatusReply,
         VerifyReply,
@@ -76,6 +78,14 @@ class AsyncClient(ClientBase):
     ) -> VerifyReply:
         """As `Client.verify`."""
         return await self.run(self._verify(progress, timeout))
+
+    async def config(self) -> ConfigReply:
+        """As `Client.config`."""
+        return await self.run(self._config())
+
+    async def reload(self, *, timeout: float | None = None) -> ReloadReply:
+        """As `Client.reload`."""
+        return await self.run(self._reload(timeout))
 
     async def pin(
         self,

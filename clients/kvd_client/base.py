@@ -43,6 +43,8 @@ from kvd.protocol.messages import (
     CheckpointReply,
     CheckpointRequest,
     CloseRequest,
+    ConfigReply,
+    ConfigRequest,
     DiscardReply,
     DiscardRequest,
     DoneReply,
@@ -63,6 +65,8 @@ from kvd.protocol.messages import (
     PrefetchItem,
     PrefetchRequest,
     ReleaseRequest,
+    ReloadReply,
+    ReloadRequest,
     ResumeReply,
     ResumeRequest,
     SequencesReply,
@@ -214,6 +218,16 @@ class ClientBase:
         deadline = self.deadline(None)
         request = VerifyRequest(id=self.next_id(), deadline_ns=wire(deadline), start=start)
         return (yield from self._ask(Call(request), deadline, VerifyReply))
+
+    def _config(self) -> Operation[ConfigReply]:
+        deadline = self.deadline(None)
+        request = ConfigRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        return (yield from self._ask(Call(request), deadline, ConfigReply))
+
+    def _reload(self, timeout: float | None) -> Operation[ReloadReply]:
+        deadline = self.deadline(timeout)
+        request = ReloadRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        return (yield from self._ask(Call(request), deadline, ReloadReply))
 
     def _pin(
         self,

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import (
+        ConfigReply,
         DropResult,
         LeasesReply,
         PinResult,
+        ReloadReply,
         SequencesReply,
         StatusReply,
         VerifyReply,
@@ -84,6 +86,18 @@ class Client(ClientBase):
         DeadlineExceeded, after which it goes on.
         """
         return self.run(self._verify(progress, timeout))
+
+    def config(self) -> ConfigReply:
+        """What the daemon goes by, and where each value comes from. Raises as `status`."""
+        return self.run(self._config())
+
+    def reload(self, *, timeout: float | None = None) -> ReloadReply:
+        """Have the daemon read its configuration anew; what is another now, and what waits.
+
+        Raises ConfigError, and nothing has changed, where the configuration is not good;
+        Unsupported where the daemon has none to read; DaemonUnavailable or DeadlineExceeded.
+        """
+        return self.run(self._reload(timeout))
 
     def pin(
         self,

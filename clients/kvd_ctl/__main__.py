@@ -15,7 +15,7 @@ from kvd_client import Client, DaemonUnavailable, KvdError
 try:
     import typer
 
-    from kvd_ctl import commands
+    from kvd_ctl import commands, configuration
     from kvd_ctl.notation import parse_duration, parse_tokens
 except ModuleNotFoundError as error:
     sys.exit(f"kvd-ctl: {error}: install kvd[ctl]")
@@ -203,6 +203,25 @@ def discard(
     """Forget a saved sequence; nobody can resume it any more."""
     with _client(endpoint, timeout) as client:
         commands.discard(client, name, namespace, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl config --json | jq '.[] | select(.origin != \"default\")'")
+def config(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = False) -> None:
+    """Show what kvd goes by, and where each value comes from."""
+    with _client(endpoint, timeout) as client:
+        configuration.config(client, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl reload && kvd-ctl config")
+def reload(
+    wait: Annotated[bool, typer.Option("--wait", help="For service files: it always does.")] = True,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Have kvd read its configuration anew; where that is not good, kvd goes on as it was."""
+    with _client(endpoint, timeout) as client:
+        configuration.reload(client, as_json=as_json)
 
 
 @contextmanager

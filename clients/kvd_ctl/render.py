@@ -28,6 +28,9 @@ FOLDED = {
     "positions",
     "layout",
     "trouble",
+    "value",
+    "before",
+    "after",
 }
 
 # What is printed are names of others: nothing in them is markup.

@@ -197,6 +197,19 @@ class Manager:
         self._closing = True
         self._untidy.set()
 
+    def configure(self, config: Config) -> None:
+        """Go by another configuration, in open namespaces too.
+
+        Raises ConfigError where it guarantees more than there is, and changes nothing then.
+        """
+        spaces = self.state.namespaces.values()
+        quotas = {space: _quota(config, space.identity, space.salt) for space in spaces}
+        self.carry_out(self.state.configure(config.cache, config.limits, quotas))
+        self._config = config
+        self.serve_waiters()
+        self._untidy.set()
+        self.changed.set()
+
     # --- namespaces ---
 
     async def open(
@@ -206,11 +219,12 @@ class Manager:
         check_identity(identity)
         check_layout(layout)
         info = NamespaceInfo(identity, layout, salt, extras)
-        key, quota = info.key, self._quota(identity, salt)
+        key = info.key
         async with self._opening:
-            self.state.check_open(session, key, quota)
+            self.state.check_open(session, key, _quota(self._config, identity, salt))
             known = self.state.find_namespace(key)
             arena = known.arena if known else await self._place_for(info)
+            quota = _quota(self._config, identity, salt)  # a reload may have come between
             namespace = self.state.open_namespace(session, key, identity, salt, arena, quota=quota)
             if known is None:
                 self._tell_stores(info)
@@ -265,7 +279,7 @@ class Manager:
 
     def restore_namespace(self, number: int, info: NamespaceInfo, arena: ArenaState) -> Namespace:
         """A namespace of an earlier epoch, under the number that records have for it."""
-        quota = self._quota(info.identity, info.salt)
+        quota = _quota(self._config, info.identity, info.salt)
         namespace = self.state.restore_namespace(number, info, arena, quota)
         self._tell_stores(info)
         return namespace
@@ -281,12 +295,6 @@ class Manager:
         number = self.state.next_number
         await self._tier.note_namespace(self.arenas[arena.id], number, info)
         return self.restore_namespace(number, info, arena)
-
-    def _quota(self, identity: Identity, salt: str) -> Quota:
-        for quota in self._config.quotas:
-            if quota.model in ("", identity.model) and quota.salt in ("", salt):
-                return Quota(quota.guaranteed_bytes, quota.max_bytes)
-        return NO_QUOTA
 
     def close_namespace(self, session: int, number: int) -> None:
         if (namespace := self.state.namespaces.get(number)) is not None:
@@ -783,6 +791,13 @@ def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
     wanted = waiter.stop - len(waiter.lease.granted)
     is_at_quota = space.quota.max_bytes and space.num_pages + wanted > space.max_pages
     return mine is space or (mine.arena is space.arena and not is_at_quota)
+
+
+def _quota(config: Config, identity: Identity, salt: str) -> Quota:
+    for quota in config.quotas:
+        if quota.model in ("", identity.model) and quota.salt in ("", salt):
+            return Quota(quota.guaranteed_bytes, quota.max_bytes)
+    return NO_QUOTA
 
 
 def _rows(namespace: Namespace, tokens: Tokens, extras: Extras, first: int = 0) -> bytes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import anyio
 
+from kvd.actors.signal import Signal
 from kvd.actors.together import together
 from kvd.arena.page_table import NO_PARENT, PageState
 from kvd.arena.runs import pages_of
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from kvd.cache.memory import ArenaState, Namespace
     from kvd.cache.plan import Lacking, Plan
     from kvd.cache.stores import Write
-    from kvd.config import CacheConfig
+    from kvd.config import CacheConfig, Config
     from kvd.protocol.codec import Tokens
     from kvd.protocol.layout import Layout
     from kvd.tiers.base import TierArena
@@ -96,6 +97,7 @@ class Mover:
         stores: Sequence[StoreActor],
     ) -> None:
         self._config = config
+        self._other_time = Signal()
         self._manager = manager
         self._sequences = sequences
         self._state = manager.state
@@ -128,6 +130,12 @@ class Mover:
             raise
         finally:
             self._tasks.cancel_scope.cancel()
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration; another time between checkpoints begins now."""
+        if config.cache.checkpoint_seconds != self._config.checkpoint_seconds:
+            self._other_time.set()
+        self._config = config.cache
 
     # --- down ---
 
@@ -209,7 +217,9 @@ class Mover:
         return self._state.counters["blocks_demoted"] - before
 
     async def _checkpoint_by_time(self) -> None:
-        await anyio.sleep(self._config.checkpoint_seconds)
+        with anyio.move_on_after(self._config.checkpoint_seconds):
+            await self._other_time.wait()
+            return
         try:
             await self.checkpoint()
         except KvdError as error:

@@ -49,7 +49,7 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
                 await _recover(manager, actor, store)
         except TierFailed as error:
             actor.switch_off(error)
-    manager.state.stores.admit_recovered()
+    manager.state.stores.admit_all()
     plan: Plan = []
     manager.state.memory.shrink(plan)
     for actor in stores:

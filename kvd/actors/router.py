@@ -21,6 +21,7 @@ import zmq
 
 import kvd
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
+from kvd.actors.signal import Signal
 from kvd.actors.status import lease_status, namespace_status, pin_status
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
@@ -44,6 +45,8 @@ from kvd.protocol.messages import (
     AttachRequest,
     CheckpointReply,
     CheckpointRequest,
+    ConfigReply,
+    ConfigRequest,
     DetachRequest,
     DoneReply,
     ErrorReply,
@@ -52,6 +55,8 @@ from kvd.protocol.messages import (
     LeasesRequest,
     MatchReply,
     MatchRequest,
+    ReloadReply,
+    ReloadRequest,
     SessionStatus,
     StatusReply,
     StatusRequest,
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
+    from kvd.actors.reload import Reloader
     from kvd.actors.scrubber import Scrubber
     from kvd.actors.sequences import Sequences
     from kvd.cache.leases import Lease
@@ -88,6 +94,8 @@ _WITHOUT_SESSION = (
     LeasesRequest,
     CheckpointRequest,
     VerifyRequest,
+    ConfigRequest,
+    ReloadRequest,
 )
 
 
@@ -106,6 +114,7 @@ class Router:
         sequences: Sequences,
         scrubber: Scrubber,
         sessions: SessionTable,
+        reloader: Reloader,
         epoch: int,
         header: Path,
     ) -> None:
@@ -118,15 +127,17 @@ class Router:
         self._verbs = Verbs(
             config.limits, manager, mover, sequences, sessions, epoch, self.counters
         )
+        self._reloader = reloader
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
-        self._later: list[tuple[Session, AnyRequest, Later]] = []
+        self._later: list[tuple[bytes, AnyRequest, Later, Session | None]] = []
         self._stirred = anyio.Event()
         self._attaching: deque[tuple[bytes, AttachRequest]] = deque()
         self._knocked = anyio.Event()
+        self._configured = Signal()
         self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
         self._wanted = anyio.Event()
         self._is_closing = False
@@ -152,9 +163,14 @@ class Router:
             finally:
                 self._is_closing = True
                 self._loop.remove_reader(self._socket.fileno())
-                for _, _, later in self._later:
+                for _, _, later, _ in self._later:
                     later.close()
                 socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration."""
+        self._config, self._verbs.limits = config, config.limits
+        self._configured.set()
 
     def close(self) -> None:
         """Take no more requests."""
@@ -169,18 +185,21 @@ class Router:
             for each in work:
                 tasks.start_soon(self._finish, *each)
 
-    async def _finish(self, session: Session, request: AnyRequest, later: Later) -> None:
-        """Answer a request that had to wait."""
+    async def _finish(
+        self, identity: bytes, request: AnyRequest, later: Later, session: Session | None
+    ) -> None:
+        """Answer a request that had to wait, of a session or of an operator without one."""
         try:
             answer = await later
         except KvdError as error:
-            self._refuse(session.identity, request.id, error)
+            self._refuse(identity, request.id, error)
         except Exception:
-            self._fail(session.identity, request)
+            self._fail(identity, request)
         else:
-            self._answer(session.identity, request, answer)
+            self._answer(identity, request, answer)
         finally:
-            session.num_waiting -= 1
+            if session is not None:
+                session.num_waiting -= 1
         # Sending can swallow the news of requests: look for them.
         self._loop.call_soon(self._drain)
 
@@ -253,6 +272,11 @@ class Router:
                 self._send(identity, self._verify(request))
             case CheckpointRequest():
                 self._want_checkpoint(identity, request)
+            case ConfigRequest():
+                values = self._reloader.listed()
+                self._send(identity, ConfigReply(id=request.id, epoch=self._epoch, values=values))
+            case ReloadRequest():
+                self._begin(identity, request, self._reload(request))
             case DetachRequest():
                 self._end(self._sessions.get(identity))
                 self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
@@ -271,7 +295,12 @@ class Router:
             self._undo(session.identity, request)
             raise LimitExceeded(f"{most} requests of this session wait already")
         session.num_waiting += 1
-        self._later.append((session, request, later))
+        self._begin(session.identity, request, later, session)
+
+    def _begin(
+        self, identity: bytes, request: AnyRequest, later: Later, session: Session | None = None
+    ) -> None:
+        self._later.append((identity, request, later, session))
         self._stirred.set()
 
     # --- answers ---
@@ -406,7 +435,8 @@ class Router:
             with anyio.CancelScope(shield=True):  # whoever sweeps next must find them unlocked
                 await anyio.to_thread.run_sync(remove_swept, watched, swept)
             await self._see_to_header()
-            await anyio.sleep(self._config.sessions.sweep_seconds)
+            with anyio.move_on_after(self._config.sessions.sweep_seconds):
+                await self._configured.wait()
 
     async def _see_to_header(self) -> None:
         """Tell, once, that the files are gone without which nobody can attach."""
@@ -442,6 +472,17 @@ class Router:
                     reply = CheckpointReply(id=request.id, epoch=self._epoch, num_blocks=num_blocks)
                     self._send(identity, reply)
             self._loop.call_soon(self._drain)
+
+    async def _reload(self, request: ReloadRequest) -> Answer:
+        done = await self._reloader.reload()
+        return Answer(
+            ReloadReply(
+                id=request.id,
+                epoch=self._epoch,
+                changed=done.changed,
+                needs_restart=done.needs_restart,
+            )
+        )
 
     def _verify(self, request: VerifyRequest) -> VerifyReply:
         last = self._scrubber.verify(start=request.start)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 
+from kvd.actors.signal import Signal
 from kvd.arena.page_table import PageState
 from kvd.cache.radix import MEMORY
 from kvd.protocol.errors import KvdError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Namespace
     from kvd.cache.radix import Node, Tree
-    from kvd.config import CacheConfig
+    from kvd.config import CacheConfig, Config
     from kvd.protocol.codec import Tokens
     from kvd.protocol.keys import BlockKey
 
@@ -52,9 +52,10 @@ ROUND_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Round:
-    """How far a round over all blocks has come, tier by tier."""
+    """How far a round over all blocks has come, tier by tier. A slow one keeps to `scrub_bytes`."""
 
     tiers: list[TierCheck]
+    is_slow: bool = False
     is_done: bool = False
 
     def count(self, tier: int, num_checked: int, num_bad: int, num_missing: int = 0) -> None:
@@ -73,7 +74,8 @@ class Scrubber:
     def __init__(
         self, config: CacheConfig, manager: Manager, mover: Mover, stores: Sequence[StoreActor]
     ) -> None:
-        self._scrub_bytes = config.scrub_bytes
+        self._config = config
+        self._configured = Signal()
         self._manager = manager
         self._state = manager.state
         self._mover = mover
@@ -88,14 +90,19 @@ class Scrubber:
             for arena in list(self._state.memory.arenas.values()):
                 adopted = np.array(sorted(arena.unverified), np.int64)
                 try:
-                    await self._check_pages(self._new_round(), arena, adopted, math.inf)
+                    await self._check_pages(self._new_round(), arena, adopted)
                 except Exception:  # matches verify what they need
                     logger.exception("reason=not_verified blocks of an earlier epoch")
             while True:
                 began = anyio.current_time()
-                if self._scrub_bytes:
-                    await self._go_round(self._new_round(), self._scrub_bytes)
+                if self._config.scrub_bytes:
+                    await self._go_round(self._new_round(is_slow=True))
                 await anyio.sleep_until(began + ROUND_SECONDS)
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration, also in a round under way."""
+        self._config = config.cache
+        self._configured.set()
 
     def close(self) -> None:
         self._tasks.cancel_scope.cancel()
@@ -104,47 +111,54 @@ class Scrubber:
         """How far the last round that was asked for has come; to `start`, begin one if it ended."""
         if start and self._asked.is_done:
             self._asked = self._new_round()
-            self._tasks.start_soon(self._go_round, self._asked, math.inf)
+            self._tasks.start_soon(self._go_round, self._asked)
         return self._asked
 
-    def _new_round(self) -> Round:
+    def _new_round(self, *, is_slow: bool = False) -> Round:
         tiers = self._manager.tier_status()
-        return Round([TierCheck(tier.name, tier.num_blocks) for tier in tiers])
+        return Round([TierCheck(tier.name, tier.num_blocks) for tier in tiers], is_slow)
 
-    async def _go_round(self, round: Round, bytes_a_second: float) -> None:
+    async def _go_round(self, round: Round) -> None:
         for tier in range(len(round.tiers)):
             try:
                 if tier == MEMORY:
-                    await self._check_memory(round, bytes_a_second)
+                    await self._check_memory(round)
                 else:
-                    await self._check_store(round, self._stores[tier - 1], bytes_a_second)
+                    await self._check_store(round, self._stores[tier - 1])
             except Exception as error:
                 fault = None if isinstance(error, KvdError) else error
                 logger.warning("reason=not_verified %s", error, exc_info=fault)
                 round.tiers[tier] = replace(round.tiers[tier], trouble=str(error))
         round.is_done = True
 
+    async def _rest(self, round: Round, num_bytes: int) -> None:
+        """Of a slow round, keep to `scrub_bytes` a second, as it is now, or wait while it is 0."""
+        if not round.is_slow:
+            return
+        while not self._config.scrub_bytes:
+            await self._configured.wait()
+        with anyio.move_on_after(num_bytes / self._config.scrub_bytes):
+            await self._configured.wait()
+
     # --- memory ---
 
-    async def _check_memory(self, round: Round, bytes_a_second: float) -> None:
+    async def _check_memory(self, round: Round) -> None:
         for arena in list(self._state.memory.arenas.values()):
             pages = np.flatnonzero(arena.pool.states == PageState.COMMITTED)
-            await self._check_pages(round, arena, pages, bytes_a_second)
+            await self._check_pages(round, arena, pages)
 
-    async def _check_pages(
-        self, round: Round, arena: ArenaState, pages: Pages, bytes_a_second: float
-    ) -> None:
+    async def _check_pages(self, round: Round, arena: ArenaState, pages: Pages) -> None:
         page_bytes = arena.layout.page_bytes
         size = max(1, PIECE_BYTES // page_bytes)
         for at in range(0, len(pages), size):
             piece = pages[at : at + size]
             num_checked, num_bad = await self._manager.in_order(self._mover.verify, arena, piece)
             round.count(MEMORY, num_checked, num_bad)
-            await anyio.sleep(num_checked * page_bytes / bytes_a_second)
+            await self._rest(round, num_checked * page_bytes)
 
     # --- stores ---
 
-    async def _check_store(self, round: Round, actor: StoreActor, bytes_a_second: float) -> None:
+    async def _check_store(self, round: Round, actor: StoreActor) -> None:
         for space in list(self._state.namespaces.values()):
             if not space.tree.counts[actor.state.tier]:
                 continue
@@ -156,7 +170,7 @@ class Scrubber:
                     break
                 copies = await actor.read(copying.check, store, [key for _, key in piece])
                 self._judge(round, actor.state.tier, space, piece, copies)
-                await anyio.sleep(len(piece) * page_bytes / bytes_a_second)
+                await self._rest(round, len(piece) * page_bytes)
 
     def _judge(
         self,

@@ -38,7 +38,7 @@ from kvd.protocol.messages import SequenceStatus
 if TYPE_CHECKING:
     from kvd.cache.memory import Namespace
     from kvd.cache.sequences import SequenceKey
-    from kvd.config import LimitConfig
+    from kvd.config import Config, LimitConfig
     from kvd.protocol.codec import Tokens
     from kvd.protocol.messages import SaveRequest
 
@@ -168,6 +168,10 @@ class Sequences:
         self._lock = anyio.Lock()
         self._copying = anyio.Lock()
         self._disk = Patience("the disk of saved sequences")
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration; more than it allows stays."""
+        self._table.limits = config.limits
 
     async def begin(self, hang_seconds: float = math.inf) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too.

@@ -14,7 +14,7 @@ from kvd.arena.membership import create_session_file, lock_unheld, remove_locked
 from kvd.protocol.errors import LimitExceeded, NotAttached, TierFailed
 
 if TYPE_CHECKING:
-    from kvd.config import LimitConfig, SessionConfig
+    from kvd.config import Config, LimitConfig, SessionConfig
 
 
 # A session's latency is that of so many of its last requests.
@@ -23,13 +23,17 @@ NUM_TIMED = 256
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One attached client. `identity` is its connection; `secret` is known to it alone."""
+    """One attached client. `identity` is its connection; `secret` is known to it alone.
+
+    `silent_seconds` are as they were when it attached and heard how often to speak.
+    """
 
     id: int
     identity: bytes
     client: str
     pid: int
     secret: str
+    silent_seconds: float
     maps: bool = False
     last_seen: float = field(default_factory=time.monotonic)
     num_requests: int = 0
@@ -76,6 +80,10 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._by_identity)
 
+    def configure(self, config: Config) -> None:
+        """Go by another configuration."""
+        self._config, self._limits = config.sessions, config.limits
+
     def begin(self) -> None:
         """Make the directory ready; the files of an earlier epoch are watched like ended ones."""
         self.directory.mkdir(mode=0o750, exist_ok=True)
@@ -92,7 +100,7 @@ class SessionTable:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
         number = secrets.randbits(63) | 1
         secret = f"{session_name(number)}-{secrets.token_hex(16)}"
-        session = Session(number, identity, client, pid, secret)
+        session = Session(number, identity, client, pid, secret, self._config.silent_seconds)
         try:
             create_session_file(self.path(session.id))
         except OSError as error:
@@ -123,8 +131,8 @@ class SessionTable:
 
     def silent(self, now: float) -> list[Session]:
         """Sessions without a mapping that have not been heard of for too long."""
-        limit = now - self._config.silent_seconds
-        return [s for s in self._by_identity.values() if not s.maps and s.last_seen < limit]
+        silent = (s for s in self if now - s.last_seen > s.silent_seconds)
+        return [s for s in silent if not s.maps]
 
     def watched(self) -> dict[int, Path]:
         """The files whose lock tells something: of sessions that map and of those that ended."""

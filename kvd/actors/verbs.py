@@ -133,7 +133,7 @@ class Verbs:
         epoch: int,
         counters: Counter[str],
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._manager = manager
         self._mover = mover
         self._sequences = sequences
@@ -181,10 +181,11 @@ class Verbs:
                 count = self._manager.unpin(request.owner or session.client, request.pins)
                 return Answer(UnpinReply(id=request.id, epoch=self._epoch, num_pins=count))
             case HeartbeatRequest():
-                if len(request.leases) > self._limits.session_leases:
+                # What it held before a reload it may hold on.
+                held = self._manager.state.leases.count(session.id)
+                if len(request.leases) > (most := max(self.limits.session_leases, held)):
                     raise LimitExceeded(
-                        f"a session may hold {self._limits.session_leases} leases, "
-                        f"and names {len(request.leases)}"
+                        f"a session may hold {most} leases, and names {len(request.leases)}"
                     )
                 self._manager.release_others(session.id, request.leases)
             case ReleaseRequest():
@@ -378,9 +379,9 @@ class Verbs:
 
     def _seconds_left(self, request: AnyRequest) -> float:
         if not request.deadline_ns:
-            return self._limits.wait_seconds
+            return self.limits.wait_seconds
         left = (request.deadline_ns - time.monotonic_ns()) / 1e9
-        return max(0.0, min(left, self._limits.wait_seconds))
+        return max(0.0, min(left, self.limits.wait_seconds))
 
     # --- copies for who cannot map ---
 
@@ -489,9 +490,9 @@ class Verbs:
         return failure(error)
 
     def _check_batch(self, items: Sequence[object]) -> None:
-        if len(items) > self._limits.batch_items:
+        if len(items) > self.limits.batch_items:
             raise LimitExceeded(
-                f"{len(items)} items in a request; at most {self._limits.batch_items}"
+                f"{len(items)} items in a request; at most {self.limits.batch_items}"
             )
 
     def _with_tokens(

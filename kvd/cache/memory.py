@@ -127,9 +127,7 @@ class Memory:
 
     def __init__(self, capacity_bytes: int, config: CacheConfig, counters: Counter[str]) -> None:
         self.capacity_bytes = capacity_bytes
-        self.high_watermark = config.high_watermark
-        self.low_watermark = config.low_watermark
-        self.back_ahead_bytes = config.back_ahead_bytes
+        self.config = config
         self.arenas: dict[int, ArenaState] = {}
         self.num_touches = 0
         self._counters = counters
@@ -260,7 +258,7 @@ class Memory:
         """
         plan: Plan = []
         # Of a small capacity no layout takes much before it is asked for.
-        size = min(self.back_ahead_bytes, self.capacity_bytes // 16)
+        size = min(self.config.back_ahead_bytes, self.capacity_bytes // 16)
         for arena in self.arenas.values():
             pool = arena.pool
             ready = pool.num_free - (0 if self._much_is_broken(arena) else pool.num_broken)
@@ -302,10 +300,10 @@ class Memory:
         """Evict from the high watermark down to the low one, the least recent blocks of all."""
         plan: Plan = []
         used = self.used_bytes()
-        if used <= self.high_watermark * self.capacity_bytes:
+        if used <= self.config.high_watermark * self.capacity_bytes:
             return plan
         for victim in _coldest_first(self.spaces(), None):
-            excess = used - self.low_watermark * self.capacity_bytes
+            excess = used - self.config.low_watermark * self.capacity_bytes
             if excess <= 0:
                 break
             page_bytes = victim.arena.page_bytes
@@ -313,6 +311,12 @@ class Memory:
             self._shorten(victim, size, plan)
             used -= size * page_bytes
         return plan
+
+    def set_quota(self, space: Namespace, quota: Quota, plan: Plan) -> None:
+        """Bound a namespace anew; of what it has above that goes what may."""
+        space.quota = quota
+        excess = max(0, space.num_pages - space.max_pages)
+        self._evict([space], space, min(excess, space.lru.num_blocks), plan)
 
     def shrink(self, plan: Plan) -> None:
         """Give memory back until no more is taken than the capacity, as far as blocks may go."""

@@ -17,10 +17,10 @@ from kvd.cache.pins import Pin, PinTable
 from kvd.cache.plan import Detached, DropAnswer, Forgotten, Pinned, Plan, Removed, Unnamed
 from kvd.cache.radix import Gone, Tree
 from kvd.cache.stores import Stores, StoreState
-from kvd.protocol.errors import BadRequest, LimitExceeded
+from kvd.protocol.errors import BadRequest, ConfigError, LimitExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvd.arena.runs import Pages
     from kvd.config import CacheConfig, LimitConfig
@@ -45,15 +45,31 @@ class Namespaces:
         self.stores = Stores(stores, self.memory, self.counters)
         self._num_tiers = 1 + len(stores)
         self.namespaces: dict[int, Namespace] = {}
-        self.pins = PinTable(
-            limits.pins,
-            int(capacity_bytes * limits.pinned_fraction),
-            int(capacity_bytes * limits.owner_pinned_fraction),
-        )
+        self.pins = PinTable(*self._pin_bounds())
         self.quarantined: dict[int, list[tuple[ArenaState, Pages]]] = {}
         self._by_key: dict[bytes, Namespace] = {}
         self._num_opened = 0
         self._num_arenas = 0
+
+    def _pin_bounds(self) -> tuple[int, int, int]:
+        limits, capacity = self.limits, self.memory.capacity_bytes
+        total, of_owner = limits.pinned_fraction, limits.owner_pinned_fraction
+        return limits.pins, int(capacity * total), int(capacity * of_owner)
+
+    def configure(
+        self, config: CacheConfig, limits: LimitConfig, quotas: Mapping[Namespace, Quota]
+    ) -> Plan:
+        """Go by other bounds from here on. Raises ConfigError, and changes nothing then."""
+        if sum(quota.guaranteed_bytes for quota in quotas.values()) > self.memory.capacity_bytes:
+            raise ConfigError("quotas: they guarantee open namespaces more than the capacity")
+        self.limits = limits
+        self.memory.config = config
+        self.pins.bound(*self._pin_bounds())
+        plan: Plan = []
+        for space, quota in quotas.items():
+            self.memory.set_quota(space, quota, plan)
+        self.stores.set_admission(config.admission)
+        return plan
 
     # --- arenas and namespaces ---
 

@@ -36,11 +36,15 @@ class PinTable:
     """The pins of all owners; bytes that two pins share count for each."""
 
     def __init__(self, max_pins: int, max_bytes: int, max_owner_bytes: int) -> None:
+        self.bound(max_pins, max_bytes, max_owner_bytes)
+        self._pins: dict[int, Pin] = {}
+        self._ids = itertools.count(1)
+
+    def bound(self, max_pins: int, max_bytes: int, max_owner_bytes: int) -> None:
+        """From here on so much; what is pinned above it stays."""
         self.max_pins = max_pins
         self.max_bytes = max_bytes
         self.max_owner_bytes = max_owner_bytes
-        self._pins: dict[int, Pin] = {}
-        self._ids = itertools.count(1)
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(list(self._pins.values()))

@@ -59,7 +59,7 @@ class SequenceTable:
     """
 
     def __init__(self, limits: LimitConfig) -> None:
-        self._limits = limits
+        self.limits = limits
         self._infos: dict[SequenceKey, SequenceInfo] = {}
         self._last_generation = 0
 
@@ -106,7 +106,7 @@ class SequenceTable:
         return replace(info, saver=0, generation=self._last_generation + 1)
 
     def _check_room(self, key: SequenceKey, num_bytes: int) -> None:
-        most, most_bytes = self._limits.sequences, self._limits.sequence_bytes
+        most, most_bytes = self.limits.sequences, self.limits.sequence_bytes
         others = [info for other, info in self if other != key]
         if len(others) >= most:
             raise LimitExceeded(f"all {most} sequences are in use: discard one")

@@ -129,8 +129,15 @@ class Stores:
             if store.admission == "all" or not is_new:
                 space.tree.admit(end, store.tier)
 
-    def admit_recovered(self) -> None:
-        """What was recovered to memory alone shall have copies as if it were new."""
+    def set_admission(self, admission: Admission) -> None:
+        """From here on; where that is "all" now, it is so for what is in memory already."""
+        if any(store.admission != admission for store in self._stores):
+            for store in self._stores:
+                store.admission = admission
+            self.admit_all()
+
+    def admit_all(self) -> None:
+        """What is in memory alone shall have copies as if it were new."""
         for store in self._stores:
             for space in self._memory.spaces() if store.admission == "all" else ():
                 for node in space.tree.nodes():

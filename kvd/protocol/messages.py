@@ -368,6 +368,14 @@ class VerifyRequest(Request, frozen=True, tag="verify"):
     start: bool = False
 
 
+class ConfigRequest(Request, frozen=True, tag="config"):
+    """What the daemon goes by."""
+
+
+class ReloadRequest(Request, frozen=True, tag="reload"):
+    """Read the configuration anew and go by it; refused as a whole where it is not good."""
+
+
 AnyRequest: TypeAlias = (
     AttachRequest
     | HeartbeatRequest
@@ -395,6 +403,8 @@ AnyRequest: TypeAlias = (
     | DiscardRequest
     | CheckpointRequest
     | VerifyRequest
+    | ConfigRequest
+    | ReloadRequest
 )
 
 
@@ -739,6 +749,35 @@ class VerifyReply(Reply, frozen=True, tag="verified"):
     is_done: bool
 
 
+class ConfigValue(Struct, frozen=True):
+    """One key: what it is, and where that comes from.
+
+    That is "default", "command line", or begins with "file" or "environment" and names it. What
+    is secret has another value.
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+
+class ConfigReply(Reply, frozen=True, tag="config"):
+    values: tuple[ConfigValue, ...]
+
+
+class ConfigChange(Struct, frozen=True):
+    key: str
+    before: Any
+    after: Any
+
+
+class ReloadReply(Reply, frozen=True, tag="reloaded"):
+    """What is another than before; and what would be, were the daemon started anew."""
+
+    changed: tuple[ConfigChange, ...]
+    needs_restart: tuple[ConfigChange, ...]
+
+
 AnyReply: TypeAlias = (
     ErrorReply
     | DoneReply
@@ -759,4 +798,6 @@ AnyReply: TypeAlias = (
     | DiscardReply
     | CheckpointReply
     | VerifyReply
+    | ConfigReply
+    | ReloadReply
 )

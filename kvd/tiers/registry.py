@@ -7,10 +7,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from kvd.config import convert
 from kvd.protocol.errors import ConfigError
-from kvd.protocol.units import decode_size
 from kvd.tiers.base import StoreTier
 
 if TYPE_CHECKING:
@@ -35,8 +33,5 @@ def load_tier(section: Mapping[str, Any], directory: Path, data_directory: Path)
     except Exception as error:  # whatever a plugin's module does when it is imported
         raise ConfigError(f"tiers, type {kind}: cannot be imported: {error}") from error
     own = {key: value for key, value in section.items() if key != "type"}
-    try:
-        config = msgspec.convert(own, tier_class.Config, dec_hook=decode_size)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"tiers, type {kind}: {error}") from error
+    config = convert(own, tier_class.Config, f"tiers, type {kind}")
     return tier_class(config, data_directory if issubclass(tier_class, StoreTier) else directory)

@@ -12,6 +12,7 @@ from anyio import create_task_group
 from msgspec.structs import replace
 
 from kvd.actors.sequences import SequenceFiles
+from kvd.config import Config
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
@@ -118,6 +119,13 @@ async def test_a_checkpoint_by_time_that_fails_is_said_and_tried_again(
     (shm / "data" / "sequences").touch()  # where a directory should be
     async with start(replace(ON_DEMAND, checkpoint_seconds=0.01)):
         await until(lambda: caplog.text.count("reason=not_saved") > 1)
+
+
+async def test_another_time_between_checkpoints_counts_at_once(start: Any) -> None:
+    async with start(replace(ON_DEMAND, checkpoint_seconds=86_400.0)) as cache:
+        await cache.store(TOKENS)
+        cache.mover.configure(Config(cache=replace(ON_DEMAND, checkpoint_seconds=0.01)))
+        await until(lambda: cache.num_on_disk == 4)
 
 
 async def test_a_layout_that_has_the_room_of_another_begins_anew(start: Any) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvd.actors.scrubber import Round
 from kvd.cache.radix import MEMORY
+from kvd.config import Config
 from kvd.protocol.messages import TierCheck
 from kvd.testing.faults import Faults, set_faults
 from tests.actors.stored import FAULTY, IN_THE_BACKGROUND, ON_DEMAND, STORE, TOKENS
@@ -155,6 +156,20 @@ async def test_a_round_nobody_asked_for_finds_what_is_bad(start: Any) -> None:
         async with cache.scrubbing():
             await until(lambda: cache.counters["checksum_failures"] == 1)
         assert (cache.num_blocks(), cache.num_on_disk) == (4, 3)
+
+
+async def test_a_round_under_way_goes_on_as_fast_as_it_may_now(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.actors.scrubber.PIECE_BYTES", LAYOUT.page_bytes)
+    slowest = replace(IN_THE_BACKGROUND, scrub_bytes=1)
+    async with start(slowest) as cache:
+        await cache.store(TOKENS)
+        async with cache.scrubbing():
+            await until(lambda: cache.counters["blocks_verified"] == 1)
+            cache.scrubber.configure(Config(cache=replace(slowest, scrub_bytes=0)))
+            cache.scrubber.configure(Config(cache=replace(slowest, scrub_bytes=1 << 30)))
+            await until(lambda: cache.counters["blocks_verified"] == 4)
 
 
 async def test_who_asks_while_a_round_goes_on_joins_it(start: Any) -> None:

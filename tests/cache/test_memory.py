@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.arena.runs import runs_of
+from kvd.cache.memory import Quota
 from kvd.cache.plan import Back, Freed, Granted, Plan, Reserved, Short, Unback
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.messages import Run
@@ -334,6 +335,26 @@ def test_a_namespace_that_falls_short_at_its_most_evicts_nothing(cache: Cache) -
     answer = cache.state.reserve(cache.match("?", salt="small"), 0, 5)
     assert isinstance(answer, Short)
     assert (answer.plan, cache.texts("small")) == ([], {"abcdef"})
+
+
+def test_a_lowered_quota_takes_what_may_go_at_once(cache: Cache) -> None:
+    space = cache.tenant("small")
+    cache.fill("abcdef", salt="small")
+    held = cache.match("abcd", salt="small")
+    plan: Plan = []
+    cache.memory.set_quota(space, Quota(max_bytes=3 * LAYOUT.page_bytes), plan)
+    assert (cache.texts("small"), len(freed(plan))) == ({"abcd"}, 2)
+    cache.release(held)
+
+
+def test_a_raised_quota_takes_nothing(cache: Cache) -> None:
+    space = cache.tenant("small", max_bytes=3 * LAYOUT.page_bytes)
+    cache.fill("abc", salt="small")
+    plan: Plan = []
+    cache.memory.set_quota(space, Quota(max_bytes=5 * LAYOUT.page_bytes), plan)
+    assert (cache.texts("small"), plan) == ({"abc"}, [])
+    cache.fill("abcde", salt="small")
+    assert cache.texts("small") == {"abcde"}
 
 
 # --- between layouts ---

@@ -258,6 +258,6 @@ def test_what_only_a_store_has_is_not_copied_to_another() -> None:
     cache = Cache(stores=[near, far])
     space = cache.tenant(RED)
     assert plant(read_store(records_for("abc"), {RED.encode(): space}), 1).all()
-    cache.state.stores.admit_recovered()
+    cache.state.stores.admit_all()
     check(cache.state)
     assert cache.state.stores.next_write(far, 1 << 20, []) is None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvd.arena.header import SharedHeader, create_header
 from kvd.arena.runs import pages_of
 from kvd.cache.audit import check
+from kvd.cache.memory import Quota
 from kvd.cache.plan import (
     Committed,
     Detached,
@@ -29,8 +30,17 @@ from kvd.cache.plan import (
     Unnamed,
 )
 from kvd.cache.rows import EXTRA_BYTES, row_bytes, rows_of
+from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.codec import TOKEN_BYTES
-from kvd.protocol.errors import BadRequest, Dropped, KvdError, LeaseEnded, LimitExceeded, OutOfPages
+from kvd.protocol.errors import (
+    BadRequest,
+    ConfigError,
+    Dropped,
+    KvdError,
+    LeaseEnded,
+    LimitExceeded,
+    OutOfPages,
+)
 from kvd.protocol.keys import chain
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run, Tail
@@ -101,6 +111,23 @@ def test_guarantees_beyond_the_capacity_are_refused(cache: Cache) -> None:
     with pytest.raises(LimitExceeded, match="quotas"):
         cache.tenant("yours", guaranteed_bytes=8)
     cache.tenant("theirs", guaranteed_bytes=4)
+
+
+def test_guarantees_beyond_the_capacity_configure_nothing(cache: Cache) -> None:
+    space, limits = cache.tenant("mine"), cache.state.limits
+    quotas = {space: Quota(guaranteed_bytes=10**6)}
+    with pytest.raises(ConfigError, match="quotas: they guarantee open namespaces more"):
+        cache.state.configure(CacheConfig(), LimitConfig(pins=1), quotas)
+    assert (cache.state.limits, space.quota) == (limits, Quota())
+
+
+def test_pins_above_a_lowered_bound_stay_and_no_more_come(cache: Cache) -> None:
+    cache.fill("abc")
+    cache.state.pin("me", cache.namespace, packed("ab"), 60, 0.0)
+    cache.state.configure(CacheConfig(), LimitConfig(pins=1), {})
+    with pytest.raises(LimitExceeded, match="all 1 pins"):
+        cache.state.pin("me", cache.namespace, packed("abc"), 60, 0.0)
+    assert len(cache.state.pins) == 1
 
 
 def test_a_closed_namespace_keeps_its_blocks_and_ends_its_leases(cache: Cache) -> None:

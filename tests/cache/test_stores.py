@@ -249,6 +249,31 @@ def test_what_follows_a_copy_has_none_by_being_used_with_it() -> None:
     assert (cache.texts_in(0), cache.texts_in(1)) == ({"abc"}, {"ab"})
 
 
+def test_who_takes_all_from_now_on_takes_what_is_in_memory() -> None:
+    cache = Cache(stores=[store := disk(admission="reused")])
+    cache.fill("abc")
+    cache.state.stores.set_admission("all")
+    assert next_letters(cache, store) == "abc"
+
+
+def test_who_takes_what_is_reused_from_now_on_takes_no_more_that_is_new() -> None:
+    cache = Cache(stores=[store := disk()])
+    cache.state.stores.set_admission("reused")
+    cache.fill("abc")
+    assert cache.state.stores.num_unsaved_bytes(store) == 0
+
+
+def test_the_same_admission_again_brings_nothing_back_that_was_let_go() -> None:
+    cache = Cache(16, stores=[store := disk(num_blocks=2)])
+    cache.fill("abcd")
+    cache.save(store)
+    waiting = cache.state.stores.num_unsaved_bytes(store)
+    unsaved = dict(cache.namespace.tree.unsaved[store.tier])
+    cache.state.stores.set_admission("all")
+    assert cache.namespace.tree.unsaved[store.tier] == unsaved
+    assert cache.state.stores.num_unsaved_bytes(store) == waiting
+
+
 # --- how it ends ---
 
 

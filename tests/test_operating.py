@@ -1,0 +1,81 @@
+"""The operator's page and the container's recipe: what they say is so."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.actors.reload import AT_START
+from kvd.daemon import Daemon
+from kvd.loading import load
+from kvd.testing.daemons import RunningDaemon, running_daemon
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "config/OPERATING.md").read_text()
+COMMANDS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+# What belongs to other programs is not run here.
+OTHERS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon({"tiers": [{"type": "host", "capacity_bytes": "16MiB"}]}) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`kvd` and `kvd-ctl`, from this checkout, whatever is installed."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, module in (("kvd", "kvd"), ("kvd-ctl", "kvd_ctl")):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
+        script.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("commands", COMMANDS)
+def test_every_command_of_the_page_runs(
+    daemon: RunningDaemon, scripts: Path, commands: str
+) -> None:
+    commands = commands.replace("/etc/kvd/kvd.toml", str(daemon.config_path))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        env=os.environ
+        | {"KVD_ENDPOINT": daemon.endpoint, "PATH": f"{scripts}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+
+
+def test_only_commands_of_other_programs_are_not_run() -> None:
+    lines = [line for block in OTHERS for line in block.splitlines()]
+    assert {line.split()[0] for line in lines} <= {"pip", "sudo", "docker"}
+
+
+def test_what_waits_for_a_restart_is_on_the_page() -> None:
+    assert [key for key in AT_START - {"tiers"} if f"`{key}`" not in PAGE] == []
+
+
+def test_the_recipe_of_the_container_configures_kvd() -> None:
+    recipe = (ROOT / "config/Dockerfile").read_text()
+    environment = dict(re.findall(r"^ENV (\w+)=(.*)$", recipe, re.MULTILINE))
+    daemon = Daemon(load(environment=environment))
+    assert daemon.endpoint == environment["KVD_ENDPOINT"]
+    assert str(daemon.directory) == environment["KVD_DIRECTORY"]
+    assert str(daemon.data_directory) == environment["KVD_DATA_DIRECTORY"]
+
+
+def test_the_page_and_the_recipe_name_the_same_places() -> None:
+    recipe = (ROOT / "config/Dockerfile").read_text()
+    for place in ("ipc:///run/kvd/kvd.sock", "/dev/shm/kvd", "/var/lib/kvd"):
+        assert place in recipe
+        assert place in PAGE
