@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ try:
     import anyio
     import uvloop  # noqa: F401 - anyio asks for it by name
 
+    from kvd import systemd
     from kvd.config import Config, LogConfig, load
     from kvd.daemon import Daemon
 except ModuleNotFoundError as error:
@@ -70,17 +72,27 @@ def _log_config(config: LogConfig, args: argparse.Namespace) -> LogConfig:
 
 
 async def _serve(config: Config) -> None:
+    systemd.notify(STATUS="recovering")
+    moved = functools.partial(systemd.extend, config.hang_seconds)
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with Daemon(config) as daemon:
+        async with (
+            Daemon(config, systemd.take_listeners(), moved) as daemon,
+            anyio.create_task_group() as reports,
+        ):
             tiers = ", ".join(
                 f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
                 f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
                 for tier in daemon.tier_status()
             )
             print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
+            systemd.notify(READY=1, STATUS=daemon.summary())
+            reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
             async for number in signals:
                 logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
                 break
+            systemd.notify(STOPPING=1, STATUS="saving")
+            systemd.extend(config.grace_seconds)
+            reports.cancel_scope.cancel()
 
 
 def _raise_descriptor_limit() -> None:

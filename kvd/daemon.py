@@ -10,8 +10,14 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
@@ -25,6 +31,7 @@ from kvd.actors.scrubber import Scrubber
 from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.sessions import SessionTable
 from kvd.actors.signal import Signal
+from kvd.actors.status import summary
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
@@ -54,9 +61,21 @@ class Daemon(AsyncContextManagerMixin):
     Needs an asyncio event loop. Entering raises ConfigError, AlreadyRunning or TierFailed.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        listeners: Mapping[str, int] | None = None,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`listeners` are descriptors of sockets that others listen on for it, by their endpoints.
+
+        Leaving closes the one that it served, and lets its file be. `moved` is told, in any thread,
+        that entering goes on.
+        """
         self.config = config or Config()
         self.endpoint = self.config.resolved_endpoint
+        self._listener = _listener_at(self.endpoint, listeners or {})
+        self._moved = moved
         self.directory = self.config.resolved_directory
         self.data_directory = self.config.resolved_data_directory
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
@@ -83,7 +102,7 @@ class Daemon(AsyncContextManagerMixin):
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
         with (
-            closing(await to_thread.run_sync(self._own_endpoint)),
+            await to_thread.run_sync(self._own_endpoint),
             closing(self._own_directory()),
             closing(
                 await Patience(str(self.data_directory)).call(
@@ -98,7 +117,13 @@ class Daemon(AsyncContextManagerMixin):
                 raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
             tier, changed = TierActor(self.tier), Signal()
             stores = [
-                StoreActor(store, self._state_of(store, number), changed, self.config.hang_seconds)
+                StoreActor(
+                    store,
+                    self._state_of(store, number),
+                    changed,
+                    self.config.hang_seconds,
+                    self._moved,
+                )
                 for number, store in enumerate(self.stores, 1)
             ]
             actors: list[TierActor | StoreActor] = [tier, *stores]
@@ -108,7 +133,7 @@ class Daemon(AsyncContextManagerMixin):
             mover = Mover(self.config.cache, self._manager, sequences, stores)
             scrubber = Scrubber(self.config.cache, self._manager, mover, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
-            router = Router(
+            self._router = router = Router(
                 self.config,
                 self._manager,
                 mover,
@@ -117,6 +142,7 @@ class Daemon(AsyncContextManagerMixin):
                 sessions,
                 self.epoch,
                 header_path,
+                self._listener,
             )
             end = math.inf
             try:
@@ -126,6 +152,7 @@ class Daemon(AsyncContextManagerMixin):
                     try:
                         for actor in actors:
                             await actor.open(self.epoch)
+                            self._moved()
                         await recover(self._manager, tier, stores)
                         sessions.begin()
                         self._manager.expect_earlier(sessions.earlier)
@@ -167,7 +194,17 @@ class Daemon(AsyncContextManagerMixin):
         """All tiers, the fastest first."""
         return self._manager.tier_status()
 
-    def _own_endpoint(self) -> OwnerLock:
+    def summary(self) -> str:
+        """How it is, in a line."""
+        return summary(self.tier_status(), self._manager.state.counters)
+
+    async def pulse(self) -> None:
+        """Return when requests have been read once more; never, where they are not."""
+        await self._router.pulse()
+
+    def _own_endpoint(self) -> AbstractContextManager[object]:
+        if self._listener is not None:  # who listens for us sees to it that we are alone
+            return nullcontext()
         path = socket_path(self.endpoint)
         with _naming("endpoint"):
             # A place that we chose must be ours alone; one that we were given is the giver's
@@ -176,7 +213,7 @@ class Daemon(AsyncContextManagerMixin):
                 private_directory(path.parent, 0o700)
             else:
                 make_directory(path.parent, 0o750)
-            return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
+            return closing(OwnerLock(path.with_name(path.name + ".lock"), self.endpoint))
 
     def _own_data_directory(self) -> OwnerLock:
         directory = self.config.resolved_data_directory
@@ -199,6 +236,15 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{error}: set {key}") from error
+
+
+def _listener_at(endpoint: str, listeners: Mapping[str, int]) -> int | None:
+    if listeners and endpoint not in listeners:
+        raise ConfigError(
+            f"endpoint: it is {endpoint}, and the socket that was given listens on "
+            f"{', '.join(listeners)}: make them one"
+        )
+    return listeners.get(endpoint)
 
 
 def _tell_apart(tiers: Sequence[Tier]) -> None:
