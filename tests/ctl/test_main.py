@@ -32,6 +32,8 @@ COMMANDS = [
     "drop",
     "sequences",
     "discard",
+    "install",
+    "uninstall",
 ]
 
 
