@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ try:
     import anyio
     import uvloop  # noqa: F401 - anyio asks for it by name
 
+    from kvd import systemd
     from kvd.check import check
     from kvd.daemon import Daemon
     from kvd.loading import Loaded, find, load, profiles
@@ -88,16 +90,30 @@ def _load(args: argparse.Namespace) -> Loaded:
 
 
 async def _serve(loaded: Loaded) -> None:
+    systemd.notify(STATUS="recovering")
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     with anyio.open_signal_receiver(*numbers) as signals:
-        async with Daemon(loaded, on_reload=_log_as_told) as daemon:
+        async with (
+            Daemon(
+                loaded,
+                on_reload=_log_as_told,
+                listeners=systemd.take_listeners(),
+                moved=functools.partial(systemd.extend, loaded.config.hang_seconds),
+            ) as daemon,
+            anyio.create_task_group() as reports,
+        ):
             tiers = ", ".join(
                 f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
                 f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
                 for tier in daemon.tier_status()
             )
             print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
+            systemd.notify(READY=1, STATUS=daemon.summary())
+            reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
             await _until_told_to_stop(signals, daemon)
+            systemd.notify(STOPPING=1, STATUS="saving")
+            systemd.extend(daemon.config.grace_seconds)
+            reports.cancel_scope.cancel()
 
 
 async def _until_told_to_stop(signals: AsyncIterator[signal.Signals], daemon: Daemon) -> None:
@@ -113,7 +129,7 @@ async def _until_told_to_stop(signals: AsyncIterator[signal.Signals], daemon: Da
 
 
 async def _reload(daemon: Daemon) -> None:
-    with contextlib.suppress(Exception):  # the log has it
+    with systemd.reloading(), contextlib.suppress(Exception):  # the log has it
         await daemon.reload()
 
 

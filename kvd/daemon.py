@@ -10,8 +10,14 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
@@ -26,6 +32,7 @@ from kvd.actors.scrubber import Scrubber
 from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.actors.sessions import SessionTable
 from kvd.actors.signal import Signal
+from kvd.actors.status import summary
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
@@ -61,15 +68,24 @@ class Daemon(AsyncContextManagerMixin):
         config: Config | Loaded | None = None,
         *,
         on_reload: Callable[[Config], None] | None = None,
+        listeners: Mapping[str, int] | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of what was loaded, `reload` loads it anew; `on_reload` is given what it is then."""
+        """Of what was loaded, `reload` loads it anew; `on_reload` is given what it is then.
+
+        `listeners` are descriptors of sockets that others listen on for it, by their endpoints.
+        Leaving closes the one that it served, and lets its file be. `moved` is told, in any thread,
+        that entering goes on.
+        """
         loaded = config if isinstance(config, Loaded) else Loaded(config or Config())
         self._reloader = Reloader(loaded, check=Daemon)
         self._on_reload = [on_reload] if on_reload else []
+        self._moved = moved
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
         self.epoch = secrets.randbits(62) | 1
         with loaded.naming_source():
             self.endpoint = self.config.resolved_endpoint
+            self._listener = _listener_at(self.endpoint, listeners or {})
             self.directory = self.config.resolved_directory
             self.data_directory = self.config.resolved_data_directory
             places = self.directory, self.data_directory
@@ -113,7 +129,7 @@ class Daemon(AsyncContextManagerMixin):
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
         with (
-            closing(await to_thread.run_sync(self._own_endpoint)),
+            await to_thread.run_sync(self._own_endpoint),
             closing(self._own_directory()),
             closing(
                 await Patience(str(self.data_directory)).call(
@@ -128,7 +144,13 @@ class Daemon(AsyncContextManagerMixin):
                 raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
             tier, changed = TierActor(self.tier), Signal()
             stores = [
-                StoreActor(store, self._state_of(store, number), changed, self.config.hang_seconds)
+                StoreActor(
+                    store,
+                    self._state_of(store, number),
+                    changed,
+                    self.config.hang_seconds,
+                    self._moved,
+                )
                 for number, store in enumerate(self.stores, 1)
             ]
             actors: list[TierActor | StoreActor] = [tier, *stores]
@@ -138,7 +160,7 @@ class Daemon(AsyncContextManagerMixin):
             mover = Mover(self.config.cache, self._manager, sequences, stores)
             scrubber = Scrubber(self.config.cache, self._manager, mover, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
-            router = Router(
+            self._router = router = Router(
                 self.config,
                 self._manager,
                 mover,
@@ -148,6 +170,7 @@ class Daemon(AsyncContextManagerMixin):
                 self._reloader,
                 self.epoch,
                 header_path,
+                self._listener,
             )
             parts = self._manager, mover, scrubber, sequences, sessions, router
             self._reloader.parts = [*(part.configure for part in parts), *self._on_reload]
@@ -159,6 +182,7 @@ class Daemon(AsyncContextManagerMixin):
                     try:
                         for actor in actors:
                             await actor.open(self.epoch)
+                            self._moved()
                         await recover(self._manager, tier, stores)
                         sessions.begin()
                         self._manager.expect_earlier(sessions.earlier)
@@ -200,7 +224,17 @@ class Daemon(AsyncContextManagerMixin):
         """All tiers, the fastest first."""
         return self._manager.tier_status()
 
-    def _own_endpoint(self) -> OwnerLock:
+    def summary(self) -> str:
+        """How it is, in a line."""
+        return summary(self.tier_status(), self._manager.state.counters)
+
+    async def pulse(self) -> None:
+        """Return when requests have been read once more; never, where they are not."""
+        await self._router.pulse()
+
+    def _own_endpoint(self) -> AbstractContextManager[object]:
+        if self._listener is not None:  # who listens for us sees to it that we are alone
+            return nullcontext()
         path = socket_path(self.endpoint)
         with _naming("endpoint"):
             # A place that we chose must be ours alone; one that we were given is the giver's
@@ -209,7 +243,7 @@ class Daemon(AsyncContextManagerMixin):
                 private_directory(path.parent, 0o700)
             else:
                 make_directory(path.parent, 0o750)
-            return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
+            return closing(OwnerLock(path.with_name(path.name + ".lock"), self.endpoint))
 
     def _own_data_directory(self) -> OwnerLock:
         directory = self.config.resolved_data_directory
@@ -232,6 +266,15 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{error}: set {key}") from error
+
+
+def _listener_at(endpoint: str, listeners: Mapping[str, int]) -> int | None:
+    if listeners and endpoint not in listeners:
+        raise ConfigError(
+            f"endpoint: it is {endpoint}, and the socket that was given listens on "
+            f"{', '.join(listeners)}: make them one"
+        )
+    return listeners.get(endpoint)
 
 
 def _tell_apart(tiers: Sequence[Tier]) -> None:

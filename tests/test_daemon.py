@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +200,37 @@ anyio.run(main)
     assert child(code, shm).says() == "True"
 
 
+# --- a socket that others listen on ---
+
+
+@pytest.fixture
+def listener(shm: Path) -> Iterator[socket.socket]:  # noqa: F811
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{shm}/kvd.sock")
+        listener.listen()
+        yield listener
+
+
+async def test_it_serves_a_socket_that_it_is_given_and_leaves_it(
+    shm: Path,  # noqa: F811
+    listener: socket.socket,
+) -> None:
+    for _ in range(2):
+        given = {f"ipc://{shm}/kvd.sock": os.dup(listener.fileno())}
+        async with Daemon(config(shm), given) as daemon:
+            assert await serves(daemon)
+        assert (shm / "kvd.sock").is_socket()
+    assert not (shm / "kvd.sock.lock").exists()
+
+
+async def test_a_socket_that_listens_elsewhere_is_refused(
+    shm: Path,  # noqa: F811
+    listener: socket.socket,
+) -> None:
+    with pytest.raises(ConfigError, match=r"other\.sock"):
+        Daemon(config(shm), {f"ipc://{shm}/other.sock": listener.fileno()})
+
+
 # --- a start that fails ---
 
 
@@ -253,6 +285,12 @@ def test_the_errors_of_a_start_are_of_one_family() -> None:
 
 
 # --- the loop ---
+
+
+async def test_its_pulse_goes_while_it_serves(shm: Path) -> None:  # noqa: F811
+    async with Daemon(config(shm)) as daemon:
+        with anyio.fail_after(30):
+            await daemon.pulse()
 
 
 def test_it_serves_on_every_kind_of_asyncio_loop(shm: Path) -> None:  # noqa: F811

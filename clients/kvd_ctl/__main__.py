@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 from kvd_client import Client, DaemonUnavailable, KvdError
@@ -15,7 +16,7 @@ from kvd_client import Client, DaemonUnavailable, KvdError
 try:
     import typer
 
-    from kvd_ctl import commands, configuration
+    from kvd_ctl import commands, configuration, service
     from kvd_ctl.notation import parse_duration, parse_tokens
 except ModuleNotFoundError as error:
     sys.exit(f"kvd-ctl: {error}: install kvd[ctl]")
@@ -37,6 +38,8 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.", m
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Limit = Annotated[int, typer.Option(help="List so many at most.", min=1, max=1000)]
 Owner = Annotated[str, typer.Option(help="Whose pins they are.")]
+Root = Annotated[Path, typer.Option(help="Where the system lies, as of an image.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 NamespaceNumber = Annotated[
     int, typer.Argument(metavar="NAMESPACE", help="Its number, as `kvd-ctl namespaces` says.")
 ]
@@ -224,14 +227,49 @@ def reload(
         configuration.reload(client, as_json=as_json)
 
 
+@app.command(epilog="Example: kvd-ctl install && systemctl enable --now kvd.socket kvd.service")
+def install(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Let it use NVIDIA's GPUs.")] = False,
+    root: Root = service.SYSTEM,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Make this kvd a service of the system, which systemd starts and watches.
+
+    What was changed by hand since it was installed stays as it is.
+    """
+    with _failures():
+        service.install(root, gpu=gpu, dry_run=dry_run, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl uninstall --dry-run")
+def uninstall(
+    purge_data: Annotated[
+        bool, typer.Option("--purge-data", help="Remove what is cached, in memory and on disk.")
+    ] = False,
+    root: Root = service.SYSTEM,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Stop the service and remove what `kvd-ctl install` put in place."""
+    with _failures():
+        service.uninstall(root, purge_data=purge_data, dry_run=dry_run, as_json=as_json)
+
+
 @contextmanager
 def _client(endpoint: str | None, timeout: float) -> Iterator[Client]:
-    """A client of a daemon that is there; what goes wrong is said in one line."""
+    """A client of a daemon that is there."""
+    # It maps nothing: it may be of another user, or in another container.
+    with _failures(), Client(endpoint, timeout=timeout, name=NAME, maps=False) as client:
+        _check_listening(client.endpoint)
+        yield client
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What goes wrong is said in one line."""
     try:
-        # It maps nothing: it may be of another user, or in another container.
-        with Client(endpoint, timeout=timeout, name=NAME, maps=False) as client:
-            _check_listening(client.endpoint)
-            yield client
+        yield
     except KvdError as error:
         print(f"kvd-ctl: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -117,8 +117,11 @@ class Router:
         reloader: Reloader,
         epoch: int,
         header: Path,
+        listener: int | None,
     ) -> None:
+        """`listener` is a socket at the endpoint that somebody else made, and keeps."""
         self._config = config
+        self._listener = listener
         self._manager = manager
         self._mover = mover
         self._scrubber = scrubber
@@ -140,6 +143,7 @@ class Router:
         self._configured = Signal()
         self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
         self._wanted = anyio.Event()
+        self._drained = Signal()
         self._is_closing = False
 
     # --- life ---
@@ -165,7 +169,13 @@ class Router:
                 self._loop.remove_reader(self._socket.fileno())
                 for _, _, later, _ in self._later:
                     later.close()
-                socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
+                if self._listener is None:
+                    socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
+
+    async def pulse(self) -> None:
+        """Return when the socket has been read once more; never, where it is not served."""
+        self._loop.call_soon(self._drain)
+        await self._drained.wait()
 
     def configure(self, config: Config) -> None:
         """Go by another configuration."""
@@ -207,6 +217,8 @@ class Router:
         path = socket_path(self._config.resolved_endpoint)
         if path.exists() and not path.is_socket():  # ZeroMQ would remove it
             raise ConfigError(f"{path} is there and is no socket: choose another endpoint")
+        if self._listener is not None:
+            self._socket.setsockopt(zmq.USE_FD, self._listener)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
@@ -215,7 +227,8 @@ class Router:
             self._socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             raise ConfigError(f"{path} cannot be bound: {error.strerror}") from error
-        path.chmod(0o660)
+        if self._listener is None:
+            path.chmod(0o660)
 
     def _drain(self) -> None:
         now = time.perf_counter()
@@ -225,8 +238,10 @@ class Router:
                 return
             # Cheaper than the exception that an empty socket raises.
             if not int(self._socket.get(EVENTS)) & POLLIN:
+                self._drained.set()
                 return
             now = self._receive(self._socket.recv_multipart(NOBLOCK), now)
+        self._drained.set()
         self._loop.call_soon(self._drain)
 
     # --- requests ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.actors.sessions import session_name
@@ -51,6 +51,15 @@ def store_status(actor: StoreActor, state: CacheState) -> TierStatus:
         waiting_bytes=state.stores.num_unsaved_bytes(actor.state),
         **actor.counters,
     )
+
+
+def summary(tiers: Sequence[TierStatus], counters: Mapping[str, int]) -> str:
+    """All of it in a line: blocks by tier, the share of tokens that were there, what is wrong."""
+    parts = [", ".join(f"{tier.num_blocks} blocks in {tier.name}" for tier in tiers)]
+    if asked := counters.get("tokens_requested"):
+        parts.append(f"hit rate {counters['tokens_matched'] / asked:.0%}")
+    parts += [f"{tier.name} is degraded: {tier.trouble}" for tier in tiers if tier.trouble]
+    return "; ".join(parts)
 
 
 def namespace_status(state: CacheState) -> tuple[NamespaceStatus, ...]:

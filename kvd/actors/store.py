@@ -87,11 +87,17 @@ class StoreActor:
     """
 
     def __init__(
-        self, tier: StoreTier, state: StoreState, changed: Signal, hang_seconds: float
+        self,
+        tier: StoreTier,
+        state: StoreState,
+        changed: Signal,
+        hang_seconds: float,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         """`changed` is told when the tier works again.
 
-        At the start, a tier hangs that was not heard of for `hang_seconds`.
+        At the start, a tier hangs that was not heard of for `hang_seconds`; whenever it is heard
+        of, `moved` is told, in any thread.
         """
         self.tier = tier
         self.state = state
@@ -104,6 +110,7 @@ class StoreActor:
         self.used_bytes = 0
         self.hang_seconds = hang_seconds
         self._changed = changed
+        self._moved = moved
         self._layouts: dict[Layout, _Kept] = {}
         self._most_bytes: dict[Layout, int] = {}
         self._jobs: deque[Job] = deque()
@@ -118,7 +125,7 @@ class StoreActor:
 
     async def open(self, epoch: int) -> None:
         """Begin; where the tier cannot be opened, or hangs, without it. Raises AlreadyRunning."""
-        self.tier.moved = functools.partial(self._writing.moved, self.hang_seconds)
+        self.tier.moved = functools.partial(self._heard, self._writing)
         try:
             await self._writing.call(
                 self._measured, self.tier.open, epoch, still_seconds=self.hang_seconds
@@ -260,7 +267,11 @@ class StoreActor:
 
     def moved(self) -> None:
         """Told in the thread of a long read at the start."""
-        self._reading.moved(self.hang_seconds)
+        self._heard(self._reading)
+
+    def _heard(self, patience: Patience) -> None:
+        patience.moved(self.hang_seconds)
+        self._moved()
 
     # --- stores ---
 

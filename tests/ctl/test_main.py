@@ -34,6 +34,8 @@ COMMANDS = [
     "discard",
     "config",
     "reload",
+    "install",
+    "uninstall",
 ]
 
 

@@ -1,0 +1,107 @@
+"""`kvd-ctl install` and `uninstall`, below a directory; of a real system: tests/systemd."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvd.config import parse
+from tests.ctl.conftest import run, run_here
+from tests.ctl.test_main import complaint
+
+if TYPE_CHECKING:
+    import pytest
+
+SERVICE = "etc/systemd/system/kvd.service"
+CONFIG = "etc/kvd/kvd.toml"
+GPU = "etc/systemd/system/kvd.service.d/gpu.conf"
+
+
+def ctl(*args: object) -> str:
+    done = run_here(*args)
+    assert (done.exit_code, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_is_installed_is_uninstalled(tmp_path: Path) -> None:
+    ctl("install", "--root", tmp_path, "--gpu")
+    assert {SERVICE, CONFIG, GPU} < files(tmp_path)
+    ctl("uninstall", "--root", tmp_path)
+    assert files(tmp_path) == set()
+
+
+def test_a_dry_run_only_tells(tmp_path: Path) -> None:
+    told = ctl("install", "--root", tmp_path, "--dry-run")
+    assert files(tmp_path) == set()
+    assert ctl("install", "--root", tmp_path) == told
+    told = ctl("uninstall", "--root", tmp_path, "--dry-run")
+    assert SERVICE in files(tmp_path)
+    assert ctl("uninstall", "--root", tmp_path) == told
+
+
+def test_each_step_is_told(tmp_path: Path) -> None:
+    steps = json.loads(ctl("install", "--root", tmp_path, "--json"))["steps"]
+    assert {"verb": "write", "what": f"{tmp_path}/{SERVICE}"} in steps
+    assert {step["what"] for step in steps} == {f"{tmp_path}/{name}" for name in files(tmp_path)}
+
+
+def test_the_service_runs_the_kvd_beside_this_python(tmp_path: Path) -> None:
+    ctl("install", "--root", tmp_path)
+    beside = Path(sys.executable).parent
+    assert f"\nExecStart={beside}/kvd --config /{CONFIG}\n" in (tmp_path / SERVICE).read_text()
+
+
+def test_its_configuration_is_one(tmp_path: Path) -> None:
+    ctl("install", "--root", tmp_path)
+    config = parse(tomllib.loads((tmp_path / CONFIG).read_text()))
+    assert config.resolved_directory == Path("/dev/shm/kvd")
+
+
+def test_the_gpu_is_let_in_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    ctl("install", "--root", tmp_path)
+    assert GPU not in files(tmp_path)
+
+
+def test_what_was_changed_by_hand_stays(tmp_path: Path) -> None:
+    ctl("install", "--root", tmp_path)
+    (tmp_path / CONFIG).write_text("grace_seconds = 1.0\n")
+    assert f"keep {tmp_path}/{CONFIG}" in ctl("install", "--root", tmp_path)
+    assert f"keep {tmp_path}/{CONFIG}" in ctl("uninstall", "--root", tmp_path)
+    assert files(tmp_path) == {CONFIG}
+    assert (tmp_path / CONFIG).read_text() == "grace_seconds = 1.0\n"
+
+
+def test_what_an_earlier_kvd_installed_is_made_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctl("install", "--root", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/opt/new/bin/python")
+    ctl("install", "--root", tmp_path)
+    assert "ExecStart=/opt/new/bin/kvd " in (tmp_path / SERVICE).read_text()
+
+
+def test_what_is_cached_is_removed_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    cached = tmp_path / "var/lib/kvd/data"
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    for options, is_there in (((), True), (("--purge-data",), False)):
+        ctl("install", "--root", tmp_path)
+        ctl("uninstall", "--root", tmp_path, *options)
+        assert cached.exists() == is_there
+
+
+def test_where_nothing_is_installed_there_is_nothing_to_uninstall(tmp_path: Path) -> None:
+    assert "nothing to uninstall" in complaint(run("uninstall", "--root", tmp_path))
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "etc").touch()
+    done = run("install", "--root", tmp_path, "--json")
+    assert "Not a directory" in complaint(done)

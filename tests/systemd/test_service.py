@@ -1,0 +1,156 @@
+"""kvd as a service: it is installed, starts, tells how it is, and comes back whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.support import eventually
+from tests.systemd.conftest import BINARIES, UNITS, Box
+
+STORE = """
+with Client(timeout=30.0) as client:
+    store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
+"""
+MATCH = """
+with Client(timeout=30.0) as client:
+    assert client.wait_attached(30.0)
+    with client.open(IDENTITY, LAYOUT).match(tokens_of(1, 4)) as lease:
+        print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
+"""
+ALL = "16 True"
+IN_MEMORY = "4 blocks in host"
+# Connects again and again until it is told to stop; each time it must be served.
+CONNECT = """
+import pathlib, socket
+systemd.notify(READY=1)
+while not pathlib.Path("/run/enough").exists():
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect("/run/kvd.sock")
+    with Client() as client:
+        assert client.wait_attached(90.0)
+"""
+
+STUCK = """
+endpoint = "ipc:///run/kvd.sock"
+directory = "/dev/shm/kvd"
+data_directory = "/var/lib/kvd"
+hang_seconds = 20.0
+tiers = [{type = "host"}, {type = "faulty", tier = {type = "lmdb"}}]
+"""
+
+
+def came_back(box: Box) -> bool:
+    """Whether systemd started it again, by itself and once."""
+    return (box.show("NRestarts"), box.show("ActiveState")) == ("1", "active")
+
+
+# --- the units ---
+
+
+def test_systemd_has_nothing_to_say_against_the_units(box: Box) -> None:
+    box.ctl("install", "--gpu")
+    units = [f"{UNITS}/{name}" for name in ("kvd.service", "kvd.slice", "run-kvd-pages.mount")]
+    done = box.try_("systemd-analyze", "verify", "--man=no", f"{UNITS}/kvd.socket", *units)
+    box.run("rm", f"{UNITS}/kvd.service.d/gpu.conf")
+    box.run("systemctl", "daemon-reload")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_service_is_hardened(box: Box) -> None:
+    box.run(
+        *("systemd-analyze", "security", "--no-pager", "--offline=yes", "--threshold=20"),
+        f"{UNITS}/kvd.service",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("User", "kvd"), ("RemoveIPC", "no"), ("Slice", "kvd.slice"), ("LimitCORE", "0")],
+)
+def test_what_memory_needs_to_survive_is_set(box: Box, name: str, value: str) -> None:
+    assert box.show(name) == value
+
+
+# --- life ---
+
+
+def test_it_serves_when_its_start_returns(box: Box) -> None:
+    box.run("systemctl", "restart", "kvd.service")
+    assert box.ctl("ping").startswith("kvd ")
+    assert box.run("stat", "-c", "%U:%G %a", "/run/kvd.sock") == "kvd:kvd 660"
+    assert box.run("ps", "-o", "user=", box.show("MainPID")) == "kvd"
+
+
+def test_its_status_tells_of_blocks_and_hits(service: Box) -> None:
+    service.engine(STORE)
+    assert service.engine(MATCH) == ALL
+    status = eventually(lambda: "hit rate" in (text := service.show("StatusText")) and text)
+    assert status.startswith(IN_MEMORY)
+
+
+def test_who_is_not_in_its_group_is_kept_out(service: Box) -> None:
+    done = service.try_("runuser", "-u", "nobody", "--", f"{BINARIES}/kvd-ctl", "ping")
+    assert "Permission denied" in done.stderr
+
+
+def test_a_restart_keeps_what_is_cached(service: Box) -> None:
+    service.engine(STORE)
+    service.run("systemctl", "restart", "kvd.service")
+    assert service.show("StatusText").startswith(IN_MEMORY)
+    assert service.engine(MATCH) == ALL
+
+
+def test_a_stop_and_a_start_keep_what_is_cached(service: Box) -> None:
+    service.engine(STORE)
+    service.run("systemctl", "stop", "kvd.socket")
+    assert service.show("ActiveState") == "inactive"
+    service.run("systemctl", "start", "kvd.service")
+    assert service.show("StatusText").startswith(IN_MEMORY)
+    assert service.engine(MATCH) == ALL
+
+
+def test_it_is_started_again_after_a_kill_and_has_what_was_cached(service: Box) -> None:
+    service.engine(STORE)
+    service.run("systemctl", "kill", "--signal=KILL", "--kill-whom=main", "kvd.service")
+    assert service.engine(MATCH) == ALL
+    assert came_back(service)
+
+
+def test_one_that_stands_still_is_started_again(service_with: Callable[[str], Box]) -> None:
+    service = service_with("WatchdogSec=2s")
+    service.engine(STORE)
+    service.run("systemctl", "kill", "--signal=STOP", "--kill-whom=main", "kvd.service")
+    eventually(lambda: came_back(service))
+    assert service.engine(MATCH) == ALL
+
+
+def test_the_first_client_starts_it(service: Box) -> None:
+    service.engine(STORE)
+    service.run("systemctl", "stop", "kvd.service")
+    assert service.show("ActiveState") == "inactive"
+    assert service.engine(MATCH) == ALL
+    assert service.show("ActiveState") == "active"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_whoever_connects_while_it_restarts_is_served(service: Box) -> None:
+    engines = [service.start_engine(CONNECT) for _ in range(3)]
+    for _ in range(3):
+        service.run("systemctl", "restart", "kvd.service")
+        service.run("systemctl", "kill", "--signal=KILL", "--kill-whom=main", "kvd.service")
+    service.write("/run/enough", "")
+    for engine in engines:
+        service.ended(engine)
+
+
+@pytest.mark.slow
+def test_a_start_that_goes_on_is_waited_for(service_with: Callable[[str], Box], box: Box) -> None:
+    """The disk does not answer: that takes longer to find than a start may take at first."""
+    box.write("/var/lib/kvd/faults", "stuck")
+    box.write("/etc/kvd/stuck.toml", STUCK)
+    command = f"{BINARIES}/kvd --config /etc/kvd/stuck.toml"
+    service = service_with(f"TimeoutStartSec=15s\nExecStart=\nExecStart={command}")
+    assert "faulty is degraded" in service.show("StatusText")
