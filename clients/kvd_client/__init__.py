@@ -30,13 +30,16 @@ from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import (
     DropResult,
+    ExplainReply,
     LeasesReply,
+    NamespaceStatus,
     PinResult,
     SequencesReply,
     SequenceStatus,
     Shortage,
     StatusReply,
     TierStatus,
+    TreeReply,
     VerifyReply,
 )
 from kvd.protocol.units import format_bytes
@@ -51,6 +54,7 @@ __all__ = [
     "DeadlineExceeded",
     "DropResult",
     "Dropped",
+    "ExplainReply",
     "Identity",
     "KvdError",
     "Layout",
@@ -59,6 +63,7 @@ __all__ = [
     "LeasesReply",
     "LimitExceeded",
     "Namespace",
+    "NamespaceStatus",
     "OutOfPages",
     "PagesInUse",
     "PinResult",
@@ -70,6 +75,7 @@ __all__ = [
     "StatusReply",
     "TierFailed",
     "TierStatus",
+    "TreeReply",
     "UnknownSequence",
     "Unsupported",
     "VerifyReply",

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import (
         DropResult,
+        ExplainReply,
         LeasesReply,
         PinResult,
         SequencesReply,
         StatusReply,
+        TreeReply,
         VerifyReply,
     )
     from kvd_client.base import ExtraItems, Resumed
@@ -76,6 +78,22 @@ class AsyncClient(ClientBase):
     ) -> VerifyReply:
         """As `Client.verify`."""
         return await self.run(self._verify(progress, timeout))
+
+    async def tree(
+        self, namespace: int, tokens: TokenIds = (), *, depth: int = 1000, limit: int = 1000
+    ) -> TreeReply:
+        """As `Client.tree`."""
+        return await self.run(self._tree(namespace, tokens, depth, limit))
+
+    async def explain(
+        self, namespace: int, tokens: TokenIds, *, extras: ExtraItems = ()
+    ) -> ExplainReply:
+        """As `Client.explain`."""
+        return await self.run(self._explain(namespace, tokens, extras))
+
+    async def drain(self, *, undo: bool = False) -> None:
+        """As `Client.drain`."""
+        await self.run(self._drain(undo=undo))
 
     async def pin(
         self,

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import (
         DropResult,
+        ExplainReply,
         LeasesReply,
         PinResult,
         SequencesReply,
         StatusReply,
+        TreeReply,
         VerifyReply,
     )
     from kvd_client.base import ExtraItems, Resumed
@@ -84,6 +86,20 @@ class Client(ClientBase):
         DeadlineExceeded, after which it goes on.
         """
         return self.run(self._verify(progress, timeout))
+
+    def tree(
+        self, namespace: int, tokens: TokenIds = (), *, depth: int = 1000, limit: int = 1000
+    ) -> TreeReply:
+        """The biggest nodes of a namespace's tree, below these tokens. Raises as `status`."""
+        return self.run(self._tree(namespace, tokens, depth, limit))
+
+    def explain(self, namespace: int, tokens: TokenIds, *, extras: ExtraItems = ()) -> ExplainReply:
+        """Why a match of these tokens ends where it ends. Raises as `status`."""
+        return self.run(self._explain(namespace, tokens, extras))
+
+    def drain(self, *, undo: bool = False) -> None:
+        """Have kvd take no new sessions, or take them again. Raises as `status`."""
+        self.run(self._drain(undo=undo))
 
     def pin(
         self,
