@@ -80,7 +80,7 @@ class AsyncClient(ClientBase):
         return await self.run(self._verify(progress, timeout))
 
     async def tree(
-        self, namespace: int, tokens: TokenIds = (), *, depth: int = 1000, limit: int = 1000
+        self, namespace: int, tokens: TokenIds = (), *, depth: int = 100, limit: int = 1000
     ) -> TreeReply:
         """As `Client.tree`."""
         return await self.run(self._tree(namespace, tokens, depth, limit))

@@ -88,7 +88,7 @@ class Client(ClientBase):
         return self.run(self._verify(progress, timeout))
 
     def tree(
-        self, namespace: int, tokens: TokenIds = (), *, depth: int = 1000, limit: int = 1000
+        self, namespace: int, tokens: TokenIds = (), *, depth: int = 100, limit: int = 1000
     ) -> TreeReply:
         """The biggest nodes of a namespace's tree, below these tokens. Raises as `status`."""
         return self.run(self._tree(namespace, tokens, depth, limit))

@@ -245,7 +245,7 @@ def top(
 def tree(
     namespace: NamespaceNumber,
     tokens: Annotated[bytes | None, _tokens] = None,
-    depth: Annotated[int, typer.Option(help="So many levels.", min=1, max=1000)] = 1000,
+    depth: Annotated[int, typer.Option(help="So many levels.", min=1, max=100)] = 100,
     limit: Limit = 100,
     in_order: Annotated[
         bool, typer.Option("--in-order", help="Branches by their tokens, not the biggest first.")
@@ -285,8 +285,8 @@ def explain(
 ) -> None:
     """Say how far a prompt matches, by tier, and why not further.
 
-    Whether the rest was evicted, or was never there; and which other namespaces have more of it,
-    and what tells them from this one. Nothing is leased or touched for it.
+    Whether the rest was evicted since kvd started, or was not; and which other namespaces have more
+    of it, and what tells them from this one. Nothing is leased or touched for it.
     """
     asked = tokens_of(tokens, text, tokenizer)
     with _client(endpoint, timeout) as client:
@@ -361,6 +361,7 @@ def purge(
     """Remove what daemons that do not run have left of this user: memory, disk and sockets.
 
     With it goes what their next start would have found. What a daemon or a client still uses stays.
+    Exit status 1 where something could not be removed.
     """
     with _complaining():
         found = find_leftovers(_settings(config, endpoint))
@@ -370,7 +371,8 @@ def purge(
         if not sys.stdin.isatty():
             raise typer.BadParameter("needed to remove without asking", param_hint="--yes")
         typer.confirm("Remove all of these?", abort=True, err=True)
-    remove_leftovers(found, dry_run=dry_run, as_json=as_json)
+    if not remove_leftovers(found, dry_run=dry_run, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: kvd-ctl doctor || kvd-ctl status")

@@ -63,7 +63,7 @@ class Wanted:
     directory: Path
     data_directory: Path
     memory_bytes: int
-    free_memory_bytes: int
+    memory_left_bytes: int
     disk_bytes: int
 
 
@@ -84,7 +84,7 @@ def _findings(answer: StatusReply | KvdError, config: Config) -> Iterator[Findin
     status = answer if isinstance(answer, StatusReply) else None
     yield daemon(answer)
     wanted = wants(config, status)
-    yield shared_memory(wanted.directory, wanted.memory_bytes, wanted.free_memory_bytes)
+    yield shared_memory(wanted.directory, wanted.memory_bytes, wanted.memory_left_bytes)
     yield huge_pages(wanted.directory)
     yield container(Path("/sys/fs/cgroup"), wanted.memory_bytes)
     yield disk(wanted.data_directory, wanted.disk_bytes)
@@ -120,7 +120,7 @@ def wants(config: Config, status: StatusReply | None) -> Wanted:
             directory,
             data_directory,
             memory_bytes=sum(tier.capacity_bytes for tier in hosts),
-            free_memory_bytes=sum(max(0, _left(tier)) for tier in hosts),
+            memory_left_bytes=sum(max(0, _left(tier)) for tier in hosts),
             disk_bytes=sum(max(0, _left(tier)) for tier in disks),
         )
     default = default_capacity(file_system_bytes(directory))

@@ -8,8 +8,10 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
-from kvd_client import BadRequest, Client, DeadlineExceeded, to_json
+from kvd_client import BadRequest, Client, DaemonUnavailable, DeadlineExceeded, to_json
 from kvd_ctl import render
 
 POLL_SECONDS = 0.1
@@ -29,24 +31,20 @@ def undo_drain(client: Client, *, as_json: bool) -> None:
 def begin_drain(client: Client, *, stop: bool, as_json: bool) -> None:
     """Wait until all leases have ended, have all saved and, to `stop`, end kvd.
 
-    Raises DeadlineExceeded where that takes too long; then kvd drains on. Raises BadRequest where
-    it is not ours to stop.
+    Raises DeadlineExceeded where that takes too long; then kvd drains on. Raises BadRequest, and
+    does nothing, where it is not ours to stop.
     """
     deadline = time.monotonic() + client.timeout
-    daemon = _process(client) if stop else -1
-    try:
+    with _process(client) if stop else nullcontext() as process:
         client.drain()
         _wait_for_leases(client, deadline)
-        num_blocks = client.checkpoint(timeout=max(0.0, deadline - time.monotonic()))
-        if stop:
-            _stop(daemon, deadline)
-    finally:
-        if stop:
-            os.close(daemon)
+        num_blocks = client.checkpoint(timeout=deadline - time.monotonic())
+        if process is not None:
+            _stop(process, deadline)
     if as_json:
         print(to_json({"is_draining": True, "num_blocks": num_blocks, "is_stopped": stop}))
     else:
-        done = "and kvd has stopped" if stop else "and kvd takes no new sessions: see --undo"
+        done = "kvd has stopped" if stop else "kvd takes no new sessions until --undo"
         render.console.print(f"no leases are left; blocks copied: {num_blocks}; {done}")
 
 
@@ -63,24 +61,34 @@ def _wait_for_leases(client: Client, deadline: float) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def _process(client: Client) -> int:
+@contextmanager
+def _process(client: Client) -> Iterator[int]:
     """A descriptor of the daemon's process, which stays its own whatever becomes of the number.
 
     Raises BadRequest where who listens is not the daemon itself, or cannot be seen from here.
     """
+    pid = client.status().pid
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(client.endpoint.removeprefix("ipc://"))
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    listener, _, _ = CREDENTIALS.unpack(credentials)
-    if listener != client.status().pid:
-        raise BadRequest("kvd was started by something else, systemd perhaps: stop it there")
-    return os.pidfd_open(listener)
-
-
-def _stop(daemon: int, deadline: float) -> None:
+        probe.settimeout(client.timeout)
+        try:
+            probe.connect(client.endpoint.removeprefix("ipc://"))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            listener, _, _ = CREDENTIALS.unpack(credentials)
+            if listener != pid:
+                raise BadRequest("something else listens for kvd, systemd perhaps: stop it there")
+            process = os.pidfd_open(pid)
+        except OSError as error:
+            raise DaemonUnavailable(f"kvd, pid {pid}, is gone: {error.strerror}") from error
     try:
-        signal.pidfd_send_signal(daemon, signal.SIGTERM)
+        yield process
+    finally:
+        os.close(process)
+
+
+def _stop(process: int, deadline: float) -> None:
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
     except PermissionError as error:
-        raise BadRequest("kvd belongs to another user: it drains, but does not stop") from error
-    if not select.select([daemon], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        raise BadRequest("kvd belongs to another user: it drains, and does not stop") from error
+    if not select.select([process], [], [], max(0.0, deadline - time.monotonic()))[0]:
         raise DeadlineExceeded("kvd was asked to stop, and is still at it")

@@ -52,7 +52,7 @@ def _tell_rest(reply: ExplainReply, num_matched: int, num_tokens: int) -> None:
     """Where the tokens leave the tree, and whether what follows was evicted."""
     num_left = (num_tokens - num_matched) // reply.block_size * reply.block_size
     if not num_left:
-        render.console.print(f"all {num_tokens} tokens match, in whole blocks")
+        render.console.print(f"all whole blocks of these {num_tokens} tokens match")
         return
     place = num_matched + reply.num_common_tokens
     render.console.print(

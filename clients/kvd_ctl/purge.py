@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,8 +70,11 @@ def tell_leftovers(found: Sequence[Leftover]) -> None:
     render.table("nobody uses", rows)
 
 
-def remove_leftovers(found: Sequence[Leftover], *, dry_run: bool, as_json: bool) -> None:
-    """Remove them, but for those that somebody uses by now; nothing in a `dry_run`."""
+def remove_leftovers(found: Sequence[Leftover], *, dry_run: bool, as_json: bool) -> bool:
+    """Remove them, in a `dry_run` none; whether all that were to go are gone.
+
+    Those stay that somebody uses by now, or that cannot be removed.
+    """
     removed = [one for one in found if not dry_run and _remove(one)]
     if as_json:
         listed = [_plain(one) | {"is_removed": one in removed} for one in found]
@@ -79,6 +82,7 @@ def remove_leftovers(found: Sequence[Leftover], *, dry_run: bool, as_json: bool)
     elif removed:
         size = format_bytes(sum(one.num_bytes for one in removed))
         render.console.print(f"removed: {len(removed)} of {len(found)}, {size}")
+    return dry_run or removed == list(found)
 
 
 def _plain(leftover: Leftover) -> dict[str, object]:
@@ -90,13 +94,14 @@ def _remove(leftover: Leftover) -> bool:
         if is_stale := _is_stale(leftover.path):
             leftover.path.unlink(missing_ok=True)
         return is_stale
-    with _locked(leftover.path) as is_unused:
+    with _locked(leftover.path) as is_unused, suppress(OSError):
         if is_unused:
             # Whoever starts meanwhile finds nothing there, and no half of it.
             gone = leftover.path.with_name(f"{leftover.path.name}.purged-{os.getpid()}")
             leftover.path.rename(gone)
             shutil.rmtree(gone)
-    return is_unused
+            return True
+    return False
 
 
 def _ours_in(parent: Path) -> list[Path]:

@@ -251,9 +251,11 @@ def table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def made_table(rows: Sequence[Mapping[str, object]]) -> Table:
-    """A column for each key of the rows, of which there are some, but for those empty in all."""
+    """A column for each key of the rows, but for those that are empty in all of them."""
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    columns = {name: [printable(str(row[name])) for row in rows] for name in rows[0]}
+    columns = {
+        name: [printable(str(row[name])) for row in rows] for name in (rows[0] if rows else ())
+    }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     for name, cells in shown.items():
         made.add_column(

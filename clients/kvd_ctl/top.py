@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 
 from kvd_client import Client, KvdError, StatusReply, format_bytes
 from kvd_ctl import render
@@ -35,7 +36,7 @@ RATES = (
     "pressure_drops",
 )
 FROM = "tokens_from_"
-NUM_SESSIONS = 10
+NUM_SESSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -100,38 +101,39 @@ def view_of(before: StatusReply, now: StatusReply) -> View:
     """What happened between two statuses; after a restart, since then."""
     is_restarted = before.epoch != now.epoch
     done, seconds = Counter(now.counters), now.uptime_seconds
-    requests = {session.session: session.num_requests for session in now.sessions}
+    requests: Counter[str] = Counter()
     if not is_restarted:
         done.subtract(before.counters)
         seconds -= before.uptime_seconds
-        for session in before.sessions:
-            if session.session in requests:
-                requests[session.session] -= session.num_requests
+        requests.update({one.session: one.num_requests for one in before.sessions})
+    seconds = max(seconds, 0.001)  # as fine as uptime is told
     asked, matched = done["tokens_requested"], done["tokens_matched"]
     sources = {name.removeprefix(FROM): n for name, n in done.items() if name.startswith(FROM)}
-    seconds = max(seconds, 1e-3)  # as fine as uptime is told
+    sessions = [
+        SessionView(
+            one.session,
+            one.client,
+            one.num_leases,
+            (one.num_requests - requests[one.session]) / seconds,
+        )
+        for one in now.sessions
+    ]
     return View(
         seconds=round(seconds, 3),
         is_restarted=is_restarted,
         is_draining=now.is_draining,
         hit_rate=matched / asked if asked else None,
-        rates={name: done[name] / seconds for name in RATES},
-        tokens_by_source={
-            name: n / seconds for name, n in (sources | {"missed": asked - matched}).items()
-        },
+        rates=_per_second({name: done[name] for name in RATES}, seconds),
+        tokens_by_source=_per_second(sources | {"missed": asked - matched}, seconds),
         pages={state: n for state, n in now.tiers[0].pages.items() if n},
         blocks={tier.name: tier.num_blocks for tier in now.tiers},
         used_bytes={tier.name: tier.used_bytes for tier in now.tiers},
-        sessions=sorted(
-            (
-                SessionView(
-                    one.session, one.client, one.num_leases, requests[one.session] / seconds
-                )
-                for one in now.sessions
-            ),
-            key=lambda one: (-one.requests, -one.num_leases),
-        )[:NUM_SESSIONS],
+        sessions=sorted(sessions, key=lambda one: (-one.requests, -one.num_leases))[:NUM_SESSIONS],
     )
+
+
+def _per_second(counts: dict[str, int], seconds: float) -> dict[str, float]:
+    return {name: count / seconds for name, count in counts.items()}
 
 
 @contextmanager
@@ -155,26 +157,31 @@ def _drawn(view: View | Silence) -> RenderableType:
     hits = "-" if view.hit_rate is None else f"{view.hit_rate:.1%}"
     head = f"in {format_duration(view.seconds)}; hit rate {hits}"
     head += "; kvd was restarted" * view.is_restarted + "; it is draining" * view.is_draining
-    tables: list[list[dict[str, object]]] = [
-        [{"": name, "a second": _rate(rate)} for name, rate in view.rates.items()],
-        [{"tokens": name, "a second": _rate(n)} for name, n in view.tokens_by_source.items()],
-        [{"pages": state, "now": count} for state, count in view.pages.items()],
-        [
-            {"tier": name, "blocks": n, "used": format_bytes(view.used_bytes[name])}
-            for name, n in view.blocks.items()
-        ],
-        [
-            {
-                "session": one.session,
-                "client": one.client,
-                "leases": one.num_leases,
-                "requests a second": _rate(one.requests),
-            }
-            for one in view.sessions
-        ],
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(
+        _rates("", view.rates),
+        Group(
+            _rates("tokens", view.tokens_by_source),
+            render.made_table([{"pages": state, "now": n} for state, n in view.pages.items()]),
+        ),
+        render.made_table(
+            [
+                {"tier": name, "blocks": n, "used": format_bytes(view.used_bytes[name])}
+                for name, n in view.blocks.items()
+            ]
+        ),
+    )
+    sessions = [
+        {
+            "session": one.session,
+            "client": one.client,
+            "leases": one.num_leases,
+            "requests a second": f"{one.requests:.1f}",
+        }
+        for one in view.sessions
     ]
-    return Group(head, *(render.made_table(rows) for rows in tables if rows))
+    return Group(head, grid, render.made_table(sessions))
 
 
-def _rate(rate: float) -> str:
-    return f"{rate:.1f}"
+def _rates(title: str, rates: dict[str, float]) -> Table:
+    return render.made_table([{title: name, "a second": f"{n:.1f}"} for name, n in rates.items()])

@@ -15,7 +15,7 @@ DIGEST_BYTES = 8
 
 
 class Evicted:
-    """Blocks that no tier had any more: half of the last `max_blocks` at least, and no more.
+    """The last blocks that went from every tier: half of `max_blocks` at least, where so many did.
 
     One that was committed again is still among them: who asks has looked for it in the tree before.
     """

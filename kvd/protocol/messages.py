@@ -26,8 +26,9 @@ NO_REPLY = 0
 MAX_PIECE_BYTES = 2 << 20
 # What a client may keep of its own beside a sequence: its sampler's state, say.
 MAX_STATE_BYTES = 64 << 10
-# Of a tree so many nodes are listed at most.
+# Of a tree so many nodes are listed at most, and so many levels.
 MAX_TREE_NODES = 1000
+MAX_TREE_DEPTH = 100
 
 Unsigned: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LeaseId: TypeAlias = Unsigned
@@ -371,14 +372,15 @@ class VerifyRequest(Request, frozen=True, tag="verify"):
 
 
 class TreeRequest(Request, frozen=True, tag="tree"):
-    """The nodes of a namespace's tree below these tokens (of its root without any).
+    """The nodes of a namespace's tree below these tokens, or below its root.
 
-    The biggest that are reached first, down to `depth` levels, `limit` of them at most.
+    Again and again the biggest of those whose parent was taken: `depth` levels of them, and `limit`
+    in all, at most.
     """
 
     namespace: Unsigned
     num_tokens: Unsigned = 0
-    depth: Annotated[int, Meta(ge=1, le=1000)] = 1000
+    depth: Annotated[int, Meta(ge=1, le=MAX_TREE_DEPTH)] = MAX_TREE_DEPTH
     limit: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = MAX_TREE_NODES
 
 

@@ -98,7 +98,7 @@ def test_an_empty_tree_is_told_in_words(namespace: Namespace, ctl: Ctl) -> None:
 
 def test_a_prompt_that_is_there_matches_whole(number: int, ctl: Ctl) -> None:
     said = ctl("explain", number, listed(SHORT))
-    assert said.splitlines()[-1] == f"all {len(SHORT)} tokens match, in whole blocks"
+    assert said.splitlines()[-1] == f"all whole blocks of these {len(SHORT)} tokens match"
 
 
 def test_a_prompt_that_leaves_the_tree_is_told_where(number: int, ctl: Ctl, ask: Ask) -> None:
