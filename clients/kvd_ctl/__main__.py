@@ -391,9 +391,9 @@ def doctor(
 
 
 def _settings(config: Path | None, endpoint: str | None) -> Config:
-    """As a daemon of this user would have them."""
+    """As a daemon would have them: what the file says comes first."""
     settings = load(config)
-    return replace(settings, endpoint=endpoint) if endpoint else settings
+    return replace(settings, endpoint=settings.endpoint or endpoint or "")
 
 
 def _answer(settings: Config, timeout: float) -> StatusReply | KvdError:

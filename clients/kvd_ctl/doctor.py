@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,7 +43,7 @@ FEW_DESCRIPTORS = 4096
 EARLIEST = 1_704_067_200
 SUBPROCESS_SECONDS = 30.0
 JUMP_SECONDS = 0.01
-CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+GROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _findings(answer: StatusReply | KvdError, config: Config) -> Iterator[Findin
     wanted = wants(config, status)
     yield shared_memory(wanted.directory, wanted.memory_bytes, wanted.memory_left_bytes)
     yield huge_pages(wanted.directory)
-    yield container(Path("/sys/fs/cgroup"), wanted.memory_bytes)
+    yield memory_limit(control_groups(status.pid if status else None), wanted.memory_bytes)
     yield disk(wanted.data_directory, wanted.disk_bytes)
     yield from permissions(wanted, socket_path(config.resolved_endpoint))
     yield from descriptors(status)
@@ -181,26 +181,39 @@ def huge_pages(directory: Path) -> Finding:
     return Finding("warn", "huge pages", found, advice)
 
 
-def container(root: Path, wanted_bytes: int) -> Finding:
-    """Whether a control group allows what the memory tier wants, which counts as its own."""
-    for name in CGROUP_LIMITS:
+def memory_limit(groups: Iterable[Path], wanted_bytes: int) -> Finding:
+    """Whether the control groups allow what memory tiers want, which counts as a process's own."""
+    for path in (group / name for group in groups for name in GROUP_LIMITS):
         try:
-            limit = int((root / name).read_text())
+            limit = int(path.read_text())
         except (OSError, ValueError):  # there is none, or it says "max"
             continue
         if limit < wanted_bytes:
             found = f"{format_bytes(limit)}; memory tiers have {format_bytes(wanted_bytes)}"
-            advice = "raise its limit, or lower capacity_bytes: shared memory counts, too"
+            advice = f"raise {path}, or lower capacity_bytes: shared memory counts, too"
             return Finding("bad", "memory limit", found, advice)
     return Finding("ok", "memory limit", "no control group has one that matters")
 
 
+def control_groups(pid: int | None) -> Iterator[Path]:
+    """Those of the daemon or, where there is none, of who would start it; and those above them."""
+    try:
+        lines = Path(f"/proc/{pid or 'self'}/cgroup").read_text().splitlines()
+    except OSError:  # it runs in another container
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = Path("/sys/fs/cgroup", controllers)
+            group = root / name.lstrip("/")
+            yield from (one for one in (group, *group.parents) if one.is_relative_to(root))
+
+
 def disk(directory: Path, wanted_bytes: int) -> Finding:
     free = shutil.disk_usage(_existing(directory)).free
-    found = (
-        f"{format_bytes(free)} are free at {_existing(directory)}; "
-        f"disk tiers may take {format_bytes(wanted_bytes)} more"
-    )
+    found = f"{format_bytes(free)} are free at {_existing(directory)}"
+    if wanted_bytes:
+        found += f"; disk tiers may take {format_bytes(wanted_bytes)} more"
     if free < max(wanted_bytes, SMALL_BYTES):
         advice = "make room, lower capacity_bytes of the lmdb tier, or set data_directory"
         return Finding("warn", "disk", found, advice)

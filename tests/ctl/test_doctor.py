@@ -81,16 +81,20 @@ def test_the_disk_should_have_room(
         ("memory.max", "max", "ok"),
         ("memory.max", "2000", "ok"),
         ("memory.max", "1000", "bad"),
-        ("memory/memory.limit_in_bytes", "1000", "bad"),
+        ("memory.limit_in_bytes", "1000", "bad"),
     ],
 )
 def test_a_container_must_allow_what_memory_takes(
     tmp_path: Path, name: str, limit: str, level: str
 ) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{limit}\n")
-    assert doctor.container(tmp_path, 1500).level == level
+    (tmp_path / name).write_text(f"{limit}\n")
+    assert doctor.memory_limit([tmp_path / "inner", tmp_path], 1500).level == level
+
+
+def test_a_process_is_in_control_groups_that_are_looked_at_up_to_their_root() -> None:
+    groups = list(doctor.control_groups(None))
+    assert all(group.is_relative_to("/sys/fs/cgroup") for group in groups)
+    assert Path("/sys/fs/cgroup") in groups or Path("/sys/fs/cgroup/memory") in groups
 
 
 @pytest.mark.parametrize(("mode", "level"), [(0o750, "ok"), (0o757, "bad")])

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from kvd.testing.daemons import RunningDaemon, running_daemon
-from kvd_client import BadRequest, Client, Namespace
+from kvd_client import BadRequest, Client, DaemonUnavailable, Namespace
 from kvd_ctl.drain import begin_drain
 from tests.ctl.conftest import run_here
 from tests.e2e.support import eventually, store, tokens_of, with_store
@@ -43,15 +43,20 @@ def test_a_drained_kvd_has_all_saved_and_takes_no_new_sessions(
     assert namespace.match(TOKENS).num_tokens == len(TOKENS)
 
 
-def test_it_says_that_it_drains_until_that_is_undone(
-    daemon: RunningDaemon, client: Client, ctl: Ctl
-) -> None:
+def test_it_says_that_it_drains_until_that_is_undone(ctl: Ctl) -> None:
     ctl("drain")
     assert "draining" in ctl("status")
     assert ctl("drain", "--undo") == "draining is over: kvd takes new sessions\n"
     assert "draining" not in ctl("status")
-    with Client(daemon.endpoint) as other:
-        assert other.wait_attached(30.0)
+
+
+def test_who_was_refused_is_attached_when_that_is_undone(daemon: RunningDaemon, ctl: Ctl) -> None:
+    ctl("drain")
+    with Client(daemon.endpoint, timeout=30.0) as refused:
+        with pytest.raises(DaemonUnavailable, match="draining"):
+            refused.unpin()
+        ctl("drain", "--undo")
+        assert refused.wait_attached(30.0)
 
 
 def test_leases_that_do_not_end_in_time_are_counted(
