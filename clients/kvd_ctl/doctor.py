@@ -272,8 +272,8 @@ def locked_memory() -> Finding:
         return Finding("ok", "locked memory", "without a limit")
     found = f"{format_bytes(soft)} at most"
     if not _nvidia():
-        return Finding("ok", "locked memory", f"{found}, which matters with a GPU alone")
-    advice = "copies from and to a GPU are slower so: ulimit -l unlimited, LimitMEMLOCK=infinity"
+        return Finding("ok", "locked memory", f"{found}, which is of no account without a GPU")
+    advice = "too little for an engine that pins kvd's memory for its GPU: ulimit -l unlimited"
     return Finding("warn", "locked memory", found, advice)
 
 
