@@ -64,7 +64,7 @@ def test_leases_that_do_not_end_in_time_are_counted(
 ) -> None:
     store(namespace, TOKENS)
     with namespace.match(TOKENS), namespace.match(TOKENS):
-        done = run_here("drain", "--timeout", 0.5, "--endpoint", daemon.endpoint)
+        done = run_here("drain", "--timeout", 2, "--endpoint", daemon.endpoint)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "2 leases did not end in time" in done.stderr
 

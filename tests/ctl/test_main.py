@@ -59,7 +59,8 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         store(namespace, TOKENS)
         namespace.match([]).save("chat-7", TOKENS)
         for command in EXAMPLES:
-            done = run_here(*example_of(command), KVD_ENDPOINT=daemon.endpoint)
+            patience = ["--timeout", 60] if command != "purge" else []
+            done = run_here(*example_of(command), *patience, KVD_ENDPOINT=daemon.endpoint)
             assert done.exit_code == 0, (command, done.output)
 
 

@@ -55,7 +55,7 @@ def test_what_the_store_has_is_in_memory_when_it_ends(
 def test_what_does_not_come_in_time_is_counted(daemon: RunningDaemon, number: int) -> None:
     set_faults(daemon.data_directory, Faults.STUCK)
     try:
-        done = run_here("prefetch", number, LISTED, "--timeout", 0.5, KVD_ENDPOINT=daemon.endpoint)
+        done = run_here("prefetch", number, LISTED, "--timeout", 2, KVD_ENDPOINT=daemon.endpoint)
     finally:
         set_faults(daemon.data_directory, Faults.NONE)
     assert done.exit_code == 1
