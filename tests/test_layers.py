@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "kvd": ["kvd"],
     "kvd_tiers": ["kvd_tiers", "kvd.tiers", "kvd.protocol", "kvd.arena"],
     "kvd_client": ["kvd_client", "kvd.protocol", "kvd.arena"],
-    "kvd_ctl": ["kvd_ctl", "kvd_client"],
+    "kvd_ctl": ["kvd_ctl", "kvd_client", "kvd.arena", "kvd.protocol", "kvd.config", "kvd.loading"],
     "kvd_infer": ["kvd_infer", "kvd_client"],
 }
 

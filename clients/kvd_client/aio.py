@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from kvd.protocol.messages import (
         ConfigReply,
         DropResult,
+        ExplainReply,
         LeasesReply,
         PinResult,
         ReloadReply,
         SequencesReply,
         StatusReply,
+        TreeReply,
         VerifyReply,
     )
     from kvd_client.base import ExtraItems, Resumed
@@ -86,6 +88,22 @@ class AsyncClient(ClientBase):
     async def reload(self, *, timeout: float | None = None) -> ReloadReply:
         """As `Client.reload`."""
         return await self.run(self._reload(timeout))
+
+    async def tree(
+        self, namespace: int, tokens: TokenIds = (), *, depth: int = 100, limit: int = 1000
+    ) -> TreeReply:
+        """As `Client.tree`."""
+        return await self.run(self._tree(namespace, tokens, depth, limit))
+
+    async def explain(
+        self, namespace: int, tokens: TokenIds, *, extras: ExtraItems = ()
+    ) -> ExplainReply:
+        """As `Client.explain`."""
+        return await self.run(self._explain(namespace, tokens, extras))
+
+    async def drain(self, *, undo: bool = False) -> None:
+        """As `Client.drain`."""
+        await self.run(self._drain(undo=undo))
 
     async def pin(
         self,

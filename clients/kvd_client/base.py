@@ -48,10 +48,13 @@ from kvd.protocol.messages import (
     DiscardReply,
     DiscardRequest,
     DoneReply,
+    DrainRequest,
     DropItem,
     DropReply,
     DropRequest,
     DropResult,
+    ExplainReply,
+    ExplainRequest,
     LeasesReply,
     LeasesRequest,
     MatchItem,
@@ -73,6 +76,8 @@ from kvd.protocol.messages import (
     SequencesRequest,
     StatusReply,
     StatusRequest,
+    TreeReply,
+    TreeRequest,
     UnpinReply,
     UnpinRequest,
     VerifyReply,
@@ -191,6 +196,39 @@ class ClientBase:
         except DeadlineExceeded as error:
             raise self._goes_on("saved") from error
         return reply.num_blocks
+
+    def _tree(
+        self, namespace: int, tokens: TokenIds, depth: int, limit: int
+    ) -> Operation[TreeReply]:
+        packed, deadline = pack_tokens(tokens), self.deadline(None)
+        request = TreeRequest(
+            id=self.next_id(),
+            deadline_ns=wire(deadline),
+            namespace=namespace,
+            num_tokens=len(packed) // TOKEN_BYTES,
+            depth=depth,
+            limit=limit,
+        )
+        return (yield from self._ask(Call(checked(request), packed), deadline, TreeReply))
+
+    def _explain(
+        self, namespace: int, tokens: TokenIds, extras: ExtraItems
+    ) -> Operation[ExplainReply]:
+        packed, deadline = pack_tokens(tokens), self.deadline(None)
+        count = len(packed) // TOKEN_BYTES
+        request = ExplainRequest(
+            id=self.next_id(),
+            deadline_ns=wire(deadline),
+            namespace=namespace,
+            num_tokens=count,
+            extras=pack_extras(extras, 0, count),
+        )
+        return (yield from self._ask(Call(checked(request), packed), deadline, ExplainReply))
+
+    def _drain(self, *, undo: bool) -> Operation[None]:
+        deadline = self.deadline(None)
+        request = DrainRequest(id=self.next_id(), deadline_ns=wire(deadline), undo=undo)
+        yield from self._ask(Call(request), deadline, DoneReply)
 
     def _goes_on(self, what: str) -> DeadlineExceeded:
         return DeadlineExceeded(

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from kvd.protocol.messages import (
         ConfigReply,
         DropResult,
+        ExplainReply,
         LeasesReply,
         PinResult,
         ReloadReply,
         SequencesReply,
         StatusReply,
+        TreeReply,
         VerifyReply,
     )
     from kvd_client.base import ExtraItems, Resumed
@@ -98,6 +100,20 @@ class Client(ClientBase):
         Unsupported where the daemon has none to read; DaemonUnavailable or DeadlineExceeded.
         """
         return self.run(self._reload(timeout))
+
+    def tree(
+        self, namespace: int, tokens: TokenIds = (), *, depth: int = 100, limit: int = 1000
+    ) -> TreeReply:
+        """The biggest nodes of a namespace's tree, below these tokens. Raises as `status`."""
+        return self.run(self._tree(namespace, tokens, depth, limit))
+
+    def explain(self, namespace: int, tokens: TokenIds, *, extras: ExtraItems = ()) -> ExplainReply:
+        """Why a match of these tokens ends where it ends. Raises as `status`."""
+        return self.run(self._explain(namespace, tokens, extras))
+
+    def drain(self, *, undo: bool = False) -> None:
+        """Have kvd take no new sessions, or take them again. Raises as `status`."""
+        self.run(self._drain(undo=undo))
 
     def pin(
         self,

@@ -4,20 +4,34 @@ Exit status 0; 1, with a line on stderr, where kvd does not answer or refuses; 2
 """
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from kvd_client import Client, DaemonUnavailable, KvdError
+from msgspec.structs import replace
+
+from kvd.config import Config
+from kvd.loading import find, load
+from kvd_client import Client, DaemonUnavailable, KvdError, StatusReply
 
 try:
     import typer
 
     from kvd_ctl import commands, configuration, service
+    from kvd_ctl.bench import measure
+    from kvd_ctl.doctor import examine
+    from kvd_ctl.drain import begin_drain, undo_drain
+    from kvd_ctl.explain import explain_match
     from kvd_ctl.notation import parse_duration, parse_tokens
+    from kvd_ctl.prefetch import bring_up
+    from kvd_ctl.purge import find_leftovers, remove_leftovers, tell_leftovers
+    from kvd_ctl.text import load_tokenizer, tokens_of
+    from kvd_ctl.top import watch
+    from kvd_ctl.tree import list_tree
 except ModuleNotFoundError as error:
     sys.exit(f"kvd-ctl: {error}: install kvd[ctl]")
 
@@ -40,6 +54,13 @@ Limit = Annotated[int, typer.Option(help="List so many at most.", min=1, max=100
 Owner = Annotated[str, typer.Option(help="Whose pins they are.")]
 Root = Annotated[Path, typer.Option(help="Where the system lies, as of an image.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="What kvd is configured by, if by a file.")
+]
+Text = Annotated[str | None, typer.Option(help="A prompt as text, instead of TOKENS.")]
+TokenizerFolder = Annotated[
+    Any, typer.Option(parser=load_tokenizer, metavar="DIR", help="A model's folder, to read text.")
+]
 NamespaceNumber = Annotated[
     int, typer.Argument(metavar="NAMESPACE", help="Its number, as `kvd-ctl namespaces` says.")
 ]
@@ -256,11 +277,193 @@ def uninstall(
         service.uninstall(root, purge_data=purge_data, dry_run=dry_run, as_json=as_json)
 
 
+@app.command(epilog="Example: kvd-ctl top --count 1 --json | jq .hit_rate")
+def top(
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    count: Annotated[int | None, typer.Option(help="End after so many looks.", min=1)] = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON a look.")] = False,
+) -> None:
+    """Watch what kvd does: rates per second, hit rate, pages, tiers, the busiest sessions.
+
+    It goes on while kvd does not answer and after it was restarted, until Ctrl-C.
+    """
+    with _client(endpoint, timeout) as client:
+        watch(client, interval, count, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl tree 1 --depth 2 --limit 20")
+def tree(
+    namespace: NamespaceNumber,
+    tokens: Annotated[bytes | None, _tokens] = None,
+    depth: Annotated[int, typer.Option(help="So many levels.", min=1, max=100)] = 100,
+    limit: Limit = 100,
+    in_order: Annotated[
+        bool, typer.Option("--in-order", help="Branches by their tokens, not the biggest first.")
+    ] = False,
+    tokenizer: TokenizerFolder = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """List what a namespace has, branch by branch; with TOKENS, what is there behind them.
+
+    Of very many branches the biggest are listed. Hits are matches that went through a branch; its
+    age is how many leases ended since its last one did.
+    """
+    with _client(endpoint, timeout) as client:
+        list_tree(
+            client,
+            namespace,
+            tokens or b"",
+            depth,
+            limit,
+            tokenizer,
+            in_order=in_order,
+            as_json=as_json,
+        )
+
+
+@app.command(epilog="Example: kvd-ctl explain 1 @prompt.json")
+def explain(
+    namespace: NamespaceNumber,
+    tokens: Annotated[bytes | None, _tokens] = None,
+    text: Text = None,
+    tokenizer: TokenizerFolder = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Say how far a prompt matches, by tier, and why not further.
+
+    Whether the rest was evicted since kvd started, or was not; and which other namespaces have more
+    of it, and what tells them from this one. Nothing is leased or touched for it.
+    """
+    asked = tokens_of(tokens, text, tokenizer)
+    with _client(endpoint, timeout) as client:
+        explain_match(client, namespace, asked, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl prefetch 1 @prompt.json --timeout 10")
+def prefetch(
+    namespace: NamespaceNumber,
+    tokens: Annotated[bytes | None, _tokens] = None,
+    text: Text = None,
+    tokenizer: TokenizerFolder = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Bring to memory what lower tiers have of a prompt; exit status 1 where not all came in time.
+
+    What is still on its way then goes on.
+    """
+    asked = tokens_of(tokens, text, tokenizer)
+    with _client(endpoint, timeout) as client:
+        is_there = bring_up(client, namespace, asked, as_json=as_json)
+    if not is_there:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: kvd-ctl drain --stop --timeout 60")
+def drain(
+    stop: Annotated[bool, typer.Option("--stop", help="Stop kvd when all is saved.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Have it take sessions again.")] = False,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Have kvd take no new sessions, wait until all leases have ended, and have all saved.
+
+    Sessions that there are go on. When the time to wait is over, kvd goes on draining.
+    """
+    if stop and undo:
+        raise typer.BadParameter("it cannot be had with --undo", param_hint="--stop")
+    with _client(endpoint, timeout) as client:
+        if undo:
+            undo_drain(client, as_json=as_json)
+        else:
+            begin_drain(client, stop=stop, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl bench --seconds 1")
+def bench(
+    seconds: Annotated[float, typer.Option(help="Match for so long.", min=0.1, max=60)] = 2.0,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Measure how fast the running kvd answers, with a megabyte of its memory.
+
+    Where all memory is taken it measures misses alone, so that no block of others goes for it.
+    """
+    with _client(endpoint, timeout, maps=True) as client:
+        measure(client, seconds, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl purge --dry-run")
+def purge(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
+    config: ConfigFile = None,
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what daemons that do not run have left of this user: memory, disk and sockets.
+
+    With it goes what their next start would have found. What a daemon or a client still uses stays.
+    Exit status 1 where something could not be removed.
+    """
+    with _failures():
+        found = find_leftovers(_settings(config, endpoint))
+    if not as_json:
+        tell_leftovers(found)
+    if found and not (yes or dry_run):
+        if not sys.stdin.isatty():
+            raise typer.BadParameter("needed to remove without asking", param_hint="--yes")
+        typer.confirm("Remove all of these?", abort=True, err=True)
+    if not remove_leftovers(found, dry_run=dry_run, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: kvd-ctl doctor || kvd-ctl status")
+def doctor(
+    config: ConfigFile = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Look whether this machine has what kvd needs; exit status 1 where something is bad."""
+    with _failures():
+        settings = _settings(config, endpoint)
+        is_well = examine(_answer(settings, timeout), settings, as_json=as_json)
+    if not is_well:
+        raise typer.Exit(1)
+
+
+def _settings(config: Path | None, endpoint: str | None) -> Config:
+    """As a daemon would have them: what the file says comes first."""
+    settings = load(find(str(config)) if config else None, os.environ).config
+    return replace(settings, endpoint=settings.endpoint or endpoint or "")
+
+
+def _answer(settings: Config, timeout: float) -> StatusReply | KvdError:
+    try:
+        with Client(settings.endpoint or None, timeout=timeout, name=NAME, maps=False) as client:
+            _check_listening(client.endpoint)
+            return client.status()
+    except KvdError as error:
+        return error
+
+
 @contextmanager
-def _client(endpoint: str | None, timeout: float) -> Iterator[Client]:
-    """A client of a daemon that is there."""
-    # It maps nothing: it may be of another user, or in another container.
-    with _failures(), Client(endpoint, timeout=timeout, name=NAME, maps=False) as client:
+def _client(endpoint: str | None, timeout: float, *, maps: bool = False) -> Iterator[Client]:
+    """A client of a daemon that is there; what goes wrong is said in one line.
+
+    Unless it `maps`, it may be of another user, or in another container.
+    """
+    with _failures(), Client(endpoint, timeout=timeout, name=NAME, maps=maps) as client:
         _check_listening(client.endpoint)
         yield client
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import asdict
 
-from kvd_client import BadRequest, Client, UnknownSequence, format_bytes, to_json
+from kvd_client import (
+    BadRequest,
+    Client,
+    NamespaceStatus,
+    UnknownSequence,
+    format_bytes,
+    to_json,
+)
 from kvd_ctl import render
 from kvd_ctl.notation import TOKEN_BYTES, format_duration
 
@@ -184,13 +191,19 @@ def unpin(client: Client, pins: Sequence[int], owner: str, *, as_json: bool) -> 
         render.console.print(f"pins of {owner} ended: {count}")
 
 
+def namespace(spaces: Iterable[NamespaceStatus], number: int) -> NamespaceStatus:
+    """The namespace of a number. Raises BadRequest for an unknown one."""
+    for each in spaces:
+        if each.namespace == number:
+            return each
+    raise BadRequest(f"there is no namespace {number}")
+
+
 def question(client: Client, number: int) -> str:
     """What to ask before all of a namespace is dropped. Raises BadRequest for an unknown one."""
-    for each in client.status().namespaces:
-        if each.namespace == number:
-            salt = f", salt {each.salt}" if each.salt else ""
-            return f"Drop all {each.num_blocks} blocks of namespace {number} ({each.model}{salt})?"
-    raise BadRequest(f"there is no namespace {number}")
+    each = namespace(client.status().namespaces, number)
+    salt = f", salt {each.salt}" if each.salt else ""
+    return f"Drop all {each.num_blocks} blocks of namespace {number} ({each.model}{salt})?"
 
 
 def drop(client: Client, namespace: int, tokens: bytes, from_token: int, *, as_json: bool) -> None:

@@ -31,6 +31,7 @@ FOLDED = {
     "value",
     "before",
     "after",
+    "begins with",
 }
 
 # What is printed are names of others: nothing in them is markup.
@@ -45,6 +46,8 @@ def status(reply: StatusReply) -> None:
         f"kvd {reply.version}, pid {reply.pid}, up {format_duration(reply.uptime_seconds)}, "
         f"{reply.endpoint}"
     )
+    if reply.is_draining:
+        console.print("draining: it takes no new sessions")
     for tier in reply.tiers:
         _tier(tier)
     num_leases = sum(session.num_leases for session in reply.sessions)
@@ -109,16 +112,21 @@ def checks(reply: VerifyReply) -> None:
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[VerifyReply], None]]:
     """A bar on the terminal, if there is one, for as long as it is told how far it has come."""
+    with bar(title) as tell:
+        yield lambda reply: tell(
+            sum(tier.num_checked for tier in reply.tiers),
+            sum(tier.num_blocks for tier in reply.tiers),
+        )
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal, if there is one, that is told how many of how many are done."""
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task(title, total=None)
-
-        def tell(reply: VerifyReply) -> None:
-            total = sum(tier.num_blocks for tier in reply.tiers)
-            bar.update(task, total=total, completed=sum(tier.num_checked for tier in reply.tiers))
-
-        yield tell
+    ) as shown:
+        task = shown.add_task(title, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def _counters(counters: Counter[str]) -> None:
@@ -234,15 +242,23 @@ def more(count: int) -> None:
 
 
 def table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """A column for each key, but for those that are empty in every row.
+    """Print a title and a table of its rows.
 
     Nothing is cut off: where folding is not enough, lines are longer than the terminal is wide.
     """
-    if not rows:
+    if rows:
+        console.print(f"{title}:")
+        console.print(made_table(rows), crop=False)
+    else:
         console.print(f"{title}: none")
-        return
+
+
+def made_table(rows: Sequence[Mapping[str, object]]) -> Table:
+    """A column for each key of the rows, but for those that are empty in all of them."""
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    columns = {name: [printable(str(row[name])) for row in rows] for name in rows[0]}
+    columns = {
+        name: [printable(str(row[name])) for row in rows] for name in (rows[0] if rows else ())
+    }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     for name, cells in shown.items():
         made.add_column(
@@ -254,5 +270,4 @@ def table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
         )
     for each in zip(*shown.values(), strict=True):
         made.add_row(*each)
-    console.print(f"{title}:")
-    console.print(made, crop=False)
+    return made

@@ -311,7 +311,7 @@ class Manager:
         namespace = self._opened(session, item.namespace)
         return namespace, _rows(namespace, tokens, item.extras)
 
-    def _known(self, number: int) -> Namespace:
+    def known(self, number: int) -> Namespace:
         if (namespace := self.state.namespaces.get(number)) is None:
             raise UnknownNamespace(f"there is no namespace {number}")
         return namespace
@@ -357,8 +357,12 @@ class Manager:
     def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
         """The answer to a match; `came` are blocks that were read for it, by tier."""
         lease, space = match.lease, match.lease.namespace
+        is_new = not lease.is_counted
         self.state.count_match(lease, len(match.rows) // space.tree.row_bytes)
         result = self._result(lease, came or {})
+        if is_new:
+            for tier, num_tokens in result.tokens_by_tier.items():
+                self.state.counters[f"tokens_from_{tier}"] += num_tokens
         if match.lacks_more:
             pending = self.state.num_pending(lease, match.rows)
             result = msgspec.structs.replace(result, pending_tokens=pending)
@@ -537,7 +541,7 @@ class Manager:
     # --- pins and drops ---
 
     def pin(self, item: PinItem, owner: str, tokens: Tokens) -> PinResult:
-        namespace = self._known(item.namespace)
+        namespace = self.known(item.namespace)
         rows = _rows(namespace, tokens, item.extras)
         pinned = self.state.pin(owner, namespace, rows, item.seconds, time.monotonic())
         self.carry_out(pinned.plan)
@@ -562,12 +566,11 @@ class Manager:
             self.carry_out(self.state.expire(time.monotonic()))
 
     def drop(self, item: DropItem, tokens: Tokens) -> DropResult:
-        namespace = self._known(item.namespace)
+        namespace = self.known(item.namespace)
         rows = _rows(namespace, tokens, item.extras)
         answer = self.state.drop(namespace, rows, item.from_block)
         self.carry_out(answer.plan)
-        names = (self._tier.tier.name, *(store.tier.name for store in self._stores))
-        by_tier = dict(zip(names, answer.num_blocks, strict=True))
+        by_tier = dict(zip(self.tier_names, answer.num_blocks, strict=True))
         return DropResult(by_tier, answer.num_detached)
 
     async def settle(self) -> None:
@@ -578,6 +581,11 @@ class Manager:
         await together(*(actor.sync for actor in self._stores))
 
     # --- status ---
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The fastest first."""
+        return (self._tier.tier.name, *(store.tier.name for store in self._stores))
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""

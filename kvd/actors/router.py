@@ -20,15 +20,17 @@ import anyio
 import zmq
 
 import kvd
+from kvd.actors.inspection import explained, listed
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.signal import Signal
 from kvd.actors.status import lease_status, namespace_status, pin_status
 from kvd.actors.transfers import Transfers
-from kvd.actors.verbs import Answer, Later, Verbs
+from kvd.actors.verbs import Answer, Later, Verbs, tokens_in
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import (
     ConfigError,
+    DaemonUnavailable,
     DeadlineExceeded,
     KvdError,
     LimitExceeded,
@@ -49,7 +51,9 @@ from kvd.protocol.messages import (
     ConfigRequest,
     DetachRequest,
     DoneReply,
+    DrainRequest,
     ErrorReply,
+    ExplainRequest,
     ForkRequest,
     LeasesReply,
     LeasesRequest,
@@ -60,6 +64,7 @@ from kvd.protocol.messages import (
     SessionStatus,
     StatusReply,
     StatusRequest,
+    TreeRequest,
     VerifyReply,
     VerifyRequest,
 )
@@ -96,6 +101,9 @@ _WITHOUT_SESSION = (
     VerifyRequest,
     ConfigRequest,
     ReloadRequest,
+    TreeRequest,
+    ExplainRequest,
+    DrainRequest,
 )
 
 
@@ -103,7 +111,8 @@ class Router:
     """One endpoint. Sessions are known by their connection, which a client cannot forge.
 
     Everything here runs on one event loop, and nothing between two awaits is interrupted: the
-    session table and the manager's state need no lock.
+    session table and the manager's state need no lock. While it `is_draining`, who has no session
+    gets none.
     """
 
     def __init__(
@@ -144,6 +153,7 @@ class Router:
         self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
         self._wanted = anyio.Event()
         self._drained = Signal()
+        self.is_draining = False
         self._is_closing = False
 
     # --- life ---
@@ -285,6 +295,15 @@ class Router:
                 self._send(identity, self._leases(request))
             case VerifyRequest():
                 self._send(identity, self._verify(request))
+            case TreeRequest():
+                tokens = tokens_in(frames, request.num_tokens)
+                self._send(identity, listed(self._manager, request, tokens, self._epoch))
+            case ExplainRequest():
+                tokens = tokens_in(frames, request.num_tokens)
+                self._send(identity, explained(self._manager, request, tokens, self._epoch))
+            case DrainRequest():
+                self._set_draining(request)
+                self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
             case CheckpointRequest():
                 self._want_checkpoint(identity, request)
             case ConfigRequest():
@@ -410,7 +429,10 @@ class Router:
                 f"this kvd speaks protocol {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, the "
                 f"client {request.min_version} to {request.version}: upgrade the older one"
             )
-        for old in (self._sessions.find(identity), self._sessions.known_as(request.previous)):
+        olds = (self._sessions.find(identity), self._sessions.known_as(request.previous))
+        if self.is_draining and not any(olds):
+            raise DaemonUnavailable("it is draining, and takes no new sessions")
+        for old in olds:
             if old is not None:
                 self._end(old)
         session = self._sessions.attach(identity, request.client, request.pid)
@@ -499,6 +521,10 @@ class Router:
             )
         )
 
+    def _set_draining(self, request: DrainRequest) -> None:
+        self.is_draining = not request.undo
+        logger.info("draining: no new sessions" if self.is_draining else "draining is over")
+
     def _verify(self, request: VerifyRequest) -> VerifyReply:
         last = self._scrubber.verify(start=request.start)
         return VerifyReply(
@@ -517,6 +543,7 @@ class Router:
             namespaces=namespace_status(self._manager.state),
             sessions=tuple(self._session_status(session) for session in self._sessions),
             counters=dict(self.counters) | dict(self._manager.state.counters),
+            is_draining=self.is_draining,
         )
 
     def _session_status(self, session: Session) -> SessionStatus:

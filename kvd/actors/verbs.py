@@ -500,12 +500,17 @@ class Verbs:
     ) -> Iterator[tuple[Any, bytes]]:
         """Each item with its part of the frame of tokens, which has them one after the other."""
         self._check_batch(items)
-        tokens = frames[0] if frames else b""
-        announced = sum(item.num_tokens for item in items)
-        if announced * TOKEN_BYTES != len(tokens):
-            raise BadRequest(f"{announced} tokens announced, {len(tokens)} bytes of them sent")
+        tokens = tokens_in(frames, sum(item.num_tokens for item in items))
         start = 0
         for item in items:
             stop = start + item.num_tokens * TOKEN_BYTES
             yield item, tokens[start:stop]
             start = stop
+
+
+def tokens_in(frames: Sequence[bytes], announced: int) -> bytes:
+    """The tokens behind a request, of which it announced so many; raises BadRequest for others."""
+    tokens = frames[0] if frames else b""
+    if announced * TOKEN_BYTES != len(tokens):
+        raise BadRequest(f"{announced} tokens announced, {len(tokens)} bytes of them sent")
+    return tokens

@@ -27,6 +27,7 @@ MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 # madvise holds the GIL: a step of this size keeps other threads waiting for about a millisecond.
 POPULATE_STEP = 4 << 20
+DEFAULT_CAPACITY = 4 << 30
 
 
 class HostArena:
@@ -153,6 +154,19 @@ def _map(fd: int, size: int, prot: int, lock: SessionLock) -> mmap.mmap:
     mapping.madvise(mmap.MADV_DONTFORK)
     mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
+
+
+def default_capacity(size: int) -> int:
+    """What memory takes of a file system of this size where nobody says how much."""
+    return min(size // 4, DEFAULT_CAPACITY)
+
+
+def file_system_bytes(directory: Path) -> int:
+    """The size of the file system where a directory is, or will be made."""
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize
 
 
 def huge_page_bytes(directory: Path) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
+from kvd.cache.evicted import Evicted
 from kvd.cache.plan import Back, Freed, Plan, Unback
 from kvd.cache.radix import MEMORY
 from kvd.protocol.codec import TOKEN_BYTES
@@ -130,6 +131,7 @@ class Memory:
         self.config = config
         self.arenas: dict[int, ArenaState] = {}
         self.num_touches = 0
+        self.evicted = Evicted()
         self._counters = counters
         # False while the file system has no memory, whatever the capacity says.
         self.may_back = True
@@ -359,7 +361,10 @@ class Memory:
         self._counters["blocks_evicted"] += count
         if any(leaf in unsaved for unsaved in victim.tree.unsaved):
             self._counters["pressure_drops"] += count
-        self.free(victim, victim.tree.cut(leaf, count).pages, plan)
+        cut = victim.tree.cut(leaf, count)
+        if cut.is_gone:
+            self.evicted.add(cut.keys)
+        self.free(victim, cut.pages, plan)
 
     def _num_evictable(self, space: Namespace) -> int:
         """Blocks in the namespace's own arena that may go for it."""

@@ -36,15 +36,16 @@ class Node:
     `tiers` has a bit for each tier that has these blocks, `num_children` says how many children
     each tier has. `locks` counts the paths that are held through this node, by leases, pins and
     transfers; `saving` has a bit for each store that a copy is on its way to. `stamp` is its last
-    touch, and `queued` belongs to the LRUs. A detached node has left the tree under those who hold
-    it: its parent does not list it, and it is gone with the last of them. Nodes are compared by
-    identity.
+    touch, `hits` counts the matches through it, and `queued` belongs to the LRUs. A detached node
+    has left the tree under those who hold it: its parent does not list it, and it is gone with the
+    last of them. Nodes are compared by identity.
     """
 
     __slots__ = (
         "children",
         "detached",
         "first_blocks",
+        "hits",
         "keys",
         "locks",
         "num_children",
@@ -68,6 +69,7 @@ class Node:
         self.num_children = [0] * len(tree.lrus)
         self.locks = 0
         self.stamp = 0
+        self.hits = 0
         self.queued = 0
         self.saving = 0
         self.detached = False
@@ -170,10 +172,14 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Blocks of which a tier's copy went, the last one first; pages where it was memory's."""
+    """Blocks of which a tier's copy went, the last one first; pages where it was memory's.
+
+    `is_gone`: no other tier has them.
+    """
 
     pages: Pages
     keys: list[BlockKey]
+    is_gone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +262,16 @@ class Tree:
             if end.children[place].pages or not common:
                 return common, place
         return 0, 0
+
+    def num_common(self, found: Found, rest: Tokens) -> int:
+        """In how many tokens, at most, a block behind `found` agrees with `rest`, in any tier."""
+        node, at, width = found.node, found.num_blocks * self.block_bytes, self.block_bytes
+        if at < len(node.tokens):
+            blocks = [bytes(node.tokens[at : at + width])]
+        else:
+            place = bisect_left(node.first_blocks, rest[:width])
+            blocks = node.first_blocks[max(0, place - 1) : place + 1]
+        return max((_common_rows(block, rest, self.row_bytes) for block in blocks), default=0)
 
     def nodes(self, top: Node | None = None) -> Iterator[Node]:
         """Every node below `top` (the root unless said), parents before children."""
@@ -494,7 +510,8 @@ class Tree:
         if keep and leaf.tiers != 1 << tier:
             self._split(leaf, keep)  # the leaf is its own lower part from here on
             keep = 0
-        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1])
+        is_gone = leaf.tiers == 1 << tier
+        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1], is_gone)
         self.counts[tier] -= num_blocks
         self.lrus[tier].shorten(num_blocks)
         if keep:
@@ -611,7 +628,7 @@ class Tree:
             node.pages[:num_blocks],
         )
         upper.locks, upper.detached, upper.stamp = node.locks, node.detached, node.stamp
-        upper.tiers, upper.saving = node.tiers, node.saving
+        upper.tiers, upper.saving, upper.hits = node.tiers, node.saving, node.hits
         for marked in self.marks:
             if node in marked:
                 marked[upper] = None
@@ -637,6 +654,7 @@ class Tree:
         for node in reversed(nodes):
             pages.extend(node.pages)
         lowest.pages = pages
+        lowest.hits = nodes[-1].hits  # whoever came to a lower one went through this one
         for node in nodes[1:]:
             node.tiers = 0
             self._unmark(node)

@@ -249,6 +249,8 @@ class CacheState(Namespaces):
         if lease.is_counted:
             return
         lease.is_counted = True
+        for node in lease.node.path():
+            node.hits += 1
         hit_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
         hit_tokens += lease.tail.num_tokens if lease.tail else 0
         self.counters["matches"] += 1

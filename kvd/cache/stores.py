@@ -323,6 +323,8 @@ class Stores:
             size = min(leaf.num_blocks, -(-excess // record))
             cut = space.tree.cut(leaf, size, store.tier)
             plan.append(Forgotten(store.tier, space.arena.layout, cut.keys))
+            if cut.is_gone:
+                self._memory.evicted.add(cut.keys)
             self._counters["blocks_evicted_stored"] += size
             excess -= size * record
             if leaf := space.tree.lrus[store.tier].coldest():

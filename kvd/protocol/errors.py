@@ -111,7 +111,7 @@ class Unsupported(KvdError):
 
 
 class DaemonUnavailable(KvdError):
-    """Raised by the client when no daemon answers and the call has no meaning without one."""
+    """Raised when no daemon answers, or it takes no new clients, and the call needs one."""
 
     code = "unavailable"
 

@@ -26,6 +26,9 @@ NO_REPLY = 0
 MAX_PIECE_BYTES = 2 << 20
 # What a client may keep of its own beside a sequence: its sampler's state, say.
 MAX_STATE_BYTES = 64 << 10
+# Of a tree so many nodes are listed at most, and so many levels.
+MAX_TREE_NODES = 1000
+MAX_TREE_DEPTH = 100
 
 Unsigned: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LeaseId: TypeAlias = Unsigned
@@ -376,6 +379,33 @@ class ReloadRequest(Request, frozen=True, tag="reload"):
     """Read the configuration anew and go by it; refused as a whole where it is not good."""
 
 
+class TreeRequest(Request, frozen=True, tag="tree"):
+    """The nodes of a namespace's tree below these tokens, or below its root.
+
+    Again and again the biggest of those whose parent was taken: `depth` levels of them, and `limit`
+    in all, at most.
+    """
+
+    namespace: Unsigned
+    num_tokens: Unsigned = 0
+    depth: Annotated[int, Meta(ge=1, le=MAX_TREE_DEPTH)] = MAX_TREE_DEPTH
+    limit: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = MAX_TREE_NODES
+
+
+class ExplainRequest(Request, frozen=True, tag="explain"):
+    """Why a match of these tokens ends where it ends; nothing is leased, and nothing touched."""
+
+    namespace: Unsigned
+    num_tokens: Unsigned
+    extras: Extras = ()
+
+
+class DrainRequest(Request, frozen=True, tag="drain"):
+    """Take no new sessions; those that there are go on, and may attach anew. Or, to `undo`, do."""
+
+    undo: bool = False
+
+
 AnyRequest: TypeAlias = (
     AttachRequest
     | HeartbeatRequest
@@ -405,6 +435,9 @@ AnyRequest: TypeAlias = (
     | VerifyRequest
     | ConfigRequest
     | ReloadRequest
+    | TreeRequest
+    | ExplainRequest
+    | DrainRequest
 )
 
 
@@ -425,7 +458,10 @@ class ErrorReply(Reply, frozen=True, tag="error"):
 
 
 class DoneReply(Reply, frozen=True, tag="done"):
-    """The answer to heartbeat, detach, close, abort, release, store and prefetch: it is so now."""
+    """The answer to heartbeat, detach, close, abort, release, store, prefetch and drain.
+
+    It is so now.
+    """
 
 
 class AttachReply(Reply, frozen=True, tag="attach"):
@@ -712,6 +748,8 @@ class SessionStatus(Struct, frozen=True, omit_defaults=True):
 
 
 class StatusReply(Reply, frozen=True, tag="status"):
+    """How it stands; while `is_draining`, it takes no new sessions."""
+
     version: str
     pid: int
     endpoint: str
@@ -720,6 +758,7 @@ class StatusReply(Reply, frozen=True, tag="status"):
     namespaces: tuple[NamespaceStatus, ...]
     sessions: tuple[SessionStatus, ...]
     counters: dict[str, int]
+    is_draining: bool = False
 
 
 class CheckpointReply(Reply, frozen=True, tag="checkpointed"):
@@ -778,6 +817,66 @@ class ReloadReply(Reply, frozen=True, tag="reloaded"):
     needs_restart: tuple[ConfigChange, ...]
 
 
+class TreeNode(Struct, frozen=True, omit_defaults=True):
+    """A run of blocks, without a branch, that are in the same `tiers`.
+
+    It follows the node at place `parent` of the list, or what was asked for (-1). `tokens` are its
+    first ids as little-endian uint32. `hits` are the matches that went through it, as far as nodes
+    that were joined or cut in two can tell; `age_touches` leases ended since its own last one did.
+    """
+
+    parent: int
+    num_blocks: int
+    num_children: int
+    tiers: tuple[str, ...]
+    tokens: bytes
+    hits: int = 0
+    age_touches: int = 0
+    is_locked: bool = False
+
+
+class TreeReply(Reply, frozen=True, tag="tree"):
+    """Nodes, parents before their children; the whole tree has `num_nodes`.
+
+    They lie below `num_tokens` of what was asked for: as much as is there.
+    """
+
+    nodes: tuple[TreeNode, ...]
+    num_nodes: int
+    num_tokens: int
+    block_size: int
+    page_bytes: int
+
+
+class Stretch(Struct, frozen=True):
+    """Consecutive tokens whose blocks are in the same tiers."""
+
+    num_tokens: int
+    tiers: tuple[str, ...]
+
+
+class NearMiss(Struct, frozen=True):
+    """Another namespace, in which more of the same tokens are there."""
+
+    namespace: int
+    num_tokens: int
+
+
+class ExplainReply(Reply, frozen=True, tag="explained"):
+    """The tokens' whole blocks that are there, from the first on, as `stretches`.
+
+    Of the block behind them `num_common_tokens` agree with one that is there; it and those that
+    follow, `num_evicted_tokens` in all, were evicted not long ago, by this start of the daemon.
+    `near` are other namespaces, the best first.
+    """
+
+    stretches: tuple[Stretch, ...]
+    num_common_tokens: int
+    num_evicted_tokens: int
+    block_size: int
+    near: tuple[NearMiss, ...] = ()
+
+
 AnyReply: TypeAlias = (
     ErrorReply
     | DoneReply
@@ -800,4 +899,6 @@ AnyReply: TypeAlias = (
     | VerifyReply
     | ConfigReply
     | ReloadReply
+    | TreeReply
+    | ExplainReply
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,7 +15,12 @@ from msgspec.structs import replace
 from kvd.arena.about import VERSION, About, read_about, write_about
 from kvd.arena.files import boot_id, find_file
 from kvd.arena.header import header_identity
-from kvd.arena.host import HostArena, huge_page_bytes
+from kvd.arena.host import (
+    HostArena,
+    default_capacity,
+    file_system_bytes,
+    huge_page_bytes,
+)
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.arena.page_table import FoundRecords, PageTableFile, record_bytes, table_bytes
 from kvd.arena.runs import runs_of
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CAPACITY = 4 << 30
 LEAST_CAPACITY = 64 << 10
 SMALL_BYTES = 1 << 30
 SUFFIXES = (".arena", ".pages", ".about", ".shelf")
@@ -122,8 +125,8 @@ class HostTier(MemoryTier):
         self._header = directory / "header"
         if not self.directory.is_absolute():
             raise ConfigError(f"tiers, type host: directory {config.directory!r} is not absolute")
-        size = _file_system_bytes(self.directory)
-        self.capacity_bytes = config.capacity_bytes or min(size // 4, DEFAULT_CAPACITY)
+        size = file_system_bytes(self.directory)
+        self.capacity_bytes = config.capacity_bytes or default_capacity(size)
         if 0 < config.capacity_bytes < LEAST_CAPACITY:
             raise ConfigError(
                 f"tiers, type host: a capacity of {format_bytes(config.capacity_bytes)} has room "
@@ -273,10 +276,3 @@ def _about_path(path: Path) -> Path:
 def _unlink(path: Path) -> None:
     for suffix in SUFFIXES:
         path.with_suffix(suffix).unlink(missing_ok=True)
-
-
-def _file_system_bytes(directory: Path) -> int:
-    while not directory.exists():
-        directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize

@@ -17,6 +17,7 @@ from kvd.protocol.messages import (
     DropRequest,
     MatchResult,
     Run,
+    Stretch,
 )
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
@@ -85,6 +86,24 @@ def has_dropped(observer: Wire) -> bool:
     """Whether a drop in the namespace has begun."""
     spaces = observer.status().namespaces
     return any(space.generation for space in spaces if space.namespace == observer.namespace)
+
+
+# --- what is told of it ---
+
+
+def test_a_prompt_is_explained_tier_by_tier(wire: Wire) -> None:
+    put_away(wire, TOKENS)
+    wire.matched(1, TOKENS[: 4 * BLOCK])
+    assert wire.explain(TOKENS).stretches == (
+        Stretch(4 * BLOCK, ("host", "faulty")),
+        Stretch(12 * BLOCK, ("faulty",)),
+    )
+
+
+def test_a_tree_has_what_memory_has_not(wire: Wire) -> None:
+    put_away(wire, TOKENS)
+    (node,) = wire.tree().nodes
+    assert (node.num_blocks, node.tiers) == (16, ("faulty",))
 
 
 # --- match ---

@@ -23,6 +23,7 @@ from kvd.protocol.messages import (
     CommitResult,
     DetachRequest,
     DoneReply,
+    DrainRequest,
     DropItem,
     DropRequest,
     ErrorReply,
@@ -103,6 +104,19 @@ def test_every_other_verb_needs_a_session(connect: Connect) -> None:
     epoch = wire.status().epoch
     for request in every_request(epoch, 1):
         refused(wire.ask(request, b""), "not_attached")
+
+
+def test_while_it_drains_who_has_a_session_keeps_it_and_nobody_else_gets_one(
+    join: Connect, connect: Connect
+) -> None:
+    wire, other = join(), connect()
+    assert isinstance(wire.ask(DrainRequest(id=1)), DoneReply)
+    assert wire.status().is_draining
+    attach = AttachRequest(id=2, version=PROTOCOL_VERSION, min_version=1)
+    assert "draining" in refused(other.ask(attach), "unavailable")
+    other.attach(previous=wire.secret)
+    other.ask(DrainRequest(id=3, undo=True))
+    assert connect().attach()
 
 
 def test_attaching_again_ends_the_session_before(wire: Wire) -> None:

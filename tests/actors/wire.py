@@ -30,6 +30,8 @@ from kvd.protocol.messages import (
     DropRequest,
     DropResult,
     ErrorReply,
+    ExplainReply,
+    ExplainRequest,
     ExtendItem,
     ExtendRequest,
     Failure,
@@ -63,6 +65,8 @@ from kvd.protocol.messages import (
     StatusReply,
     StatusRequest,
     StoreRequest,
+    TreeReply,
+    TreeRequest,
     UnpinReply,
     UnpinRequest,
 )
@@ -327,6 +331,18 @@ class Wire:
         reply, tokens, tail = self.receive_all()
         assert isinstance(reply, ResumeReply), reply
         return reply, tokens, tail
+
+    def tree(self, tokens: list[int] = [], **fields: Any) -> TreeReply:  # noqa: B006
+        fields = {"namespace": self.namespace, "num_tokens": len(tokens)} | fields
+        reply = self.ask(TreeRequest(**self.envelope(**fields)), tokens)
+        assert isinstance(reply, TreeReply), reply
+        return reply
+
+    def explain(self, tokens: list[int], **fields: Any) -> ExplainReply:
+        fields = {"namespace": self.namespace, "num_tokens": len(tokens)} | fields
+        reply = self.ask(ExplainRequest(**self.envelope(**fields)), tokens)
+        assert isinstance(reply, ExplainReply), reply
+        return reply
 
     def status(self) -> StatusReply:
         reply = self.ask(StatusRequest(**self.envelope()))

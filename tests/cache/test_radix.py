@@ -213,6 +213,27 @@ def test_the_root_gets_children_only(grown: Grown) -> None:
     assert grown.shape() == {"a", "x"}
 
 
+# --- what a tree tells ---
+
+
+@pytest.mark.parametrize(("there", "num_common"), [("ac", 0), ("ab", 2), ("abd", 2)])
+def test_the_block_where_tokens_leave_the_tree_agrees_in_its_first_ones(
+    grown: Grown, there: str, num_common: int
+) -> None:
+    grown.put(there)
+    rest = packed(ord("b"), ord("b"), 1, 1)
+    found = grown.tree.find(blocks("a") + rest)
+    assert (found.total_blocks, grown.tree.num_common(found, rest)) == (1, num_common)
+
+
+def test_behind_a_branch_the_nearest_child_counts(grown: Grown) -> None:
+    for text in ("ab", "ac", "ad"):
+        grown.put(text)
+    rest = packed(ord("c"), ord("c"), ord("c"), 1)
+    assert grown.tree.num_common(grown.tree.find(blocks("a") + rest), rest) == 3
+    assert grown.tree.num_common(grown.tree.find(blocks("x")), blocks("x")) == 0
+
+
 # --- unlock and merge ---
 
 

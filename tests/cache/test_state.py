@@ -55,6 +55,7 @@ from tests.cache.conftest import (
     freed,
     kinds,
     packed,
+    text_of,
 )
 
 # --- namespaces and arenas ---
@@ -297,6 +298,27 @@ def test_a_match_counts_what_it_found(cache: Cache) -> None:
     cache.match("x", lease=2)
     expected = {"matches": 2, "match_hits": 1, "match_misses": 1, "tokens_requested": 5}
     assert cache.state.counters == expected | {"tokens_matched": 3}
+
+
+def hits(cache: Cache) -> dict[str, int]:
+    return {text_of(node): node.hits for node in cache.namespace.tree.nodes()}
+
+
+def test_a_match_counts_in_each_node_that_it_goes_through(cache: Cache) -> None:
+    cache.fill("abcd")
+    cache.release(cache.match("abcd"))
+    assert hits(cache) == {"abcd": 1}
+    cache.release(cache.match("abx"))
+    assert hits(cache) == {"ab": 2, "abcd": 1}
+    cache.release(cache.match("abcd"))  # they are one again, of which the first blocks count
+    assert hits(cache) == {"abcd": 3}
+
+
+def test_a_match_that_is_repeated_counts_once(cache: Cache) -> None:
+    cache.fill("ab")
+    for _ in range(2):
+        cache.match("ab", lease=1)
+    assert hits(cache) == {"ab": 1}
 
 
 # --- the exact tail ---

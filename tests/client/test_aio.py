@@ -109,6 +109,22 @@ def test_each_loop_and_thread_has_its_client(
     assert right == [True] * 4
 
 
+async def test_an_operator_looks_at_the_tree_and_drains(
+    engine: AsyncClient, kv: AsyncNamespace
+) -> None:
+    lease = await kv.match(TOKENS)
+    await compute(lease, TOKENS)
+    spaces = (await engine.status()).namespaces
+    (number,) = (each.namespace for each in spaces if each.salt == kv.salt)
+    (node,) = (await engine.tree(number)).nodes
+    (stretch,) = (await engine.explain(number, TOKENS)).stretches
+    assert (node.num_blocks * BLOCK, stretch.num_tokens) == (len(TOKENS), len(TOKENS))
+    await engine.drain()
+    assert (await engine.status()).is_draining
+    await engine.drain(undo=True)
+    lease.release()
+
+
 async def test_an_operator_asks_for_checkpoints_and_verifications(
     engine: AsyncClient, kv: AsyncNamespace
 ) -> None:

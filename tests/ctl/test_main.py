@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,31 +12,21 @@ import pytest
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import Client
+from kvd_ctl.__main__ import app
 from tests.ctl.conftest import Done, run, run_here
-from tests.e2e.support import settings
+from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of, with_store
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
 
-COMMANDS = [
-    "ping",
-    "status",
-    "tiers",
-    "checkpoint",
-    "verify",
-    "sessions",
-    "namespaces",
-    "leases",
-    "pins",
-    "pin",
-    "unpin",
-    "drop",
-    "sequences",
-    "discard",
-    "config",
-    "reload",
-    "install",
-    "uninstall",
+COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands]
+TOKENS = tokens_of(1, 4)
+PROMPT = "prompt.json"
+# What the examples take for granted, in their order; not those that change the machine.
+EXAMPLES = [
+    *("ping", "status", "tiers", "checkpoint", "verify", "sessions", "namespaces", "leases"),
+    *("pins", "sequences", "pin", "unpin", "tree", "explain", "prefetch", "top", "bench"),
+    *("doctor", "purge", "drop", "discard", "drain"),
 ]
 
 
@@ -47,11 +38,30 @@ def complaint(done: Done) -> str:
     return line
 
 
+def example_of(command: str) -> list[str]:
+    """The example in a command's help, as far as it is `kvd-ctl` itself."""
+    (info,) = (one for one in app.registered_commands if one.callback.__name__ == command)
+    return shlex.split(info.epilog.removeprefix("Example: kvd-ctl ").partition(" |")[0])
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = run_here(command, "--help")
     assert done.exit_code == 0
     assert f"Example: kvd-ctl {command}" in done.stdout
+
+
+def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(PROMPT).write_text(str(TOKENS))
+    with running_daemon(with_store()) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
+        namespace = client.open(IDENTITY, LAYOUT)
+        store(namespace, TOKENS)
+        namespace.match([]).save("chat-7", TOKENS)
+        for command in EXAMPLES:
+            patience = ["--timeout", 60] if command != "purge" else []
+            done = run_here(*example_of(command), *patience, KVD_ENDPOINT=daemon.endpoint)
+            assert done.exit_code == 0, (command, done.output)
 
 
 def test_where_no_socket_is_it_fails_at_once(tmp_path: Path) -> None:
@@ -82,7 +92,14 @@ def test_an_endpoint_that_cannot_be_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["pin", 9999, "1,2,3", "--for", "1h"], ["drop", 9999, "1,2,3"], ["drop", 9999, "--yes"]],
+    [
+        ["pin", 9999, "1,2,3", "--for", "1h"],
+        ["drop", 9999, "1,2,3"],
+        ["drop", 9999, "--yes"],
+        ["tree", 9999],
+        ["explain", 9999, "1,2,3"],
+        ["prefetch", 9999, "1,2,3"],
+    ],
 )
 def test_an_unknown_namespace_is_one_line(daemon: RunningDaemon, args: list[object]) -> None:
     assert "namespace 9999" in complaint(run(*args, KVD_ENDPOINT=daemon.endpoint))
@@ -115,6 +132,12 @@ def test_a_daemon_that_takes_no_more_sessions_is_one_line() -> None:
         ["leases", "--limit", 0],
         ["discard"],
         ["status", "--timeout", 0],
+        ["tree", 1, "--limit", 1001],
+        ["tree", 1, "--tokenizer", "/nowhere"],
+        ["explain", 1],
+        ["explain", 1, "1,2", "--text", "a"],
+        ["prefetch", 1, "--text", "a"],
+        ["drain", "--stop", "--undo"],
     ],
 )
 def test_wrong_usage_is_told_before_kvd_is_asked(args: list[object]) -> None:

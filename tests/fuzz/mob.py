@@ -17,6 +17,7 @@ from kvd.protocol.messages import (
     PROTOCOL_VERSION,
     AttachReply,
     AttachRequest,
+    DrainRequest,
     ErrorReply,
     OpenRequest,
 )
@@ -64,6 +65,7 @@ class Citizen:
         self.faults: list[str] = []
         self._client = Client(endpoint, timeout=PATIENCE_SECONDS, name="citizen")
         self._namespace = self._client.open(IDENTITY, LAYOUT, salt="citizen")
+        assert self._client.wait_attached(PATIENCE_SECONDS)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._live)
         self._thread.start()
@@ -121,6 +123,8 @@ class Foe:
                 self._enter(reply)
             elif isinstance(reply, ErrorReply) and reply.code == "not_attached":
                 self._attach()
+            elif isinstance(reply, ErrorReply) and reply.code == "unavailable":  # it drains
+                self._attaching = False
 
     def _attach(self) -> None:
         if self._attaching:
@@ -184,6 +188,7 @@ def riot(daemon: RunningDaemon, seed: int, turns: Iterable[int]) -> Counter[str]
     What was answered, and how often. Of a fault the error tells what was said before.
     """
     observer, mob = Wire(daemon.endpoint), Mob(daemon.endpoint, seed)
+    observer.ask(DrainRequest(id=1, undo=True))  # which a mob of before may have begun
     before = anonymous_bytes(daemon.pid)
     try:
         with closing(Citizen(daemon.endpoint)) as citizen:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvd.arena.host import DEFAULT_CAPACITY
 from kvd.arena.page_table import record_bytes, table_bytes
 from kvd.protocol.errors import AlreadyRunning, BadRequest, ConfigError, TierFailed
 from kvd.protocol.keys import Identity, NamespaceInfo
@@ -17,7 +18,7 @@ from kvd.protocol.layout import Layout
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize
 from kvd.testing.tier_suite import MakeMemoryTier, MemoryTierSuite
-from kvd_tiers.host import DEFAULT_CAPACITY, HostConfig, HostTier
+from kvd_tiers.host import HostConfig, HostTier
 from tests.arena.conftest import mount, shm  # noqa: F401 - fixtures
 from tests.e2e.conftest import tmpfs  # noqa: F401 - a fixture
 from tests.e2e.support import EXTENT_PAGES, LAYOUT, LAYOUTS
