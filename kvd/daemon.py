@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
@@ -28,7 +29,7 @@ from kvd.actors.signal import Signal
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
-from kvd.arena.owner import OwnerLock, make_directory, private_directory
+from kvd.arena.owner import OwnerLock, make_directory, private_directory, share
 from kvd.cache.stores import StoreState
 from kvd.config import Config
 from kvd.protocol.endpoint import is_default, socket_path
@@ -83,7 +84,7 @@ class Daemon(AsyncContextManagerMixin):
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
         with (
-            closing(await to_thread.run_sync(self._own_endpoint)),
+            closing(await to_thread.run_sync(self._own_endpoints)),
             closing(self._own_directory()),
             closing(
                 await Patience(str(self.data_directory)).call(
@@ -167,16 +168,25 @@ class Daemon(AsyncContextManagerMixin):
         """All tiers, the fastest first."""
         return self._manager.tier_status()
 
-    def _own_endpoint(self) -> OwnerLock:
-        path = socket_path(self.endpoint)
-        with _naming("endpoint"):
+    def _own_endpoints(self) -> ExitStack:
+        """Their locks: all of them, or none."""
+        endpoints = {"endpoint": self.endpoint, "operator.endpoint": self.config.operator.endpoint}
+        with ExitStack() as locks:
+            for key, endpoint in endpoints.items():
+                if endpoint:
+                    locks.enter_context(closing(self._own_endpoint(key, endpoint)))
+            return locks.pop_all()
+
+    def _own_endpoint(self, key: str, endpoint: str) -> OwnerLock:
+        path = socket_path(endpoint)
+        with _naming(key):
             # A place that we chose must be ours alone; one that we were given is the giver's
             # business.
-            if is_default(self.endpoint):
+            if is_default(endpoint):
                 private_directory(path.parent, 0o700)
-            else:
-                make_directory(path.parent, 0o750)
-            return OwnerLock(path.with_name(path.name + ".lock"), self.endpoint)
+            elif make_directory(path.parent, 0o750):
+                share(path.parent, self.config.ipc.group, 0o750)
+            return OwnerLock(path.with_name(path.name + ".lock"), endpoint)
 
     def _own_data_directory(self) -> OwnerLock:
         directory = self.config.resolved_data_directory
@@ -189,7 +199,20 @@ class Daemon(AsyncContextManagerMixin):
             if not self.config.directory:
                 private_directory(self.directory.parent)
             private_directory(self.directory)
+            self._share_directory()
             return OwnerLock(self.directory / "daemon.lock", str(self.directory))
+
+    def _share_directory(self) -> None:
+        """Let whoever may use the endpoint map what lies there, and nobody else."""
+        ipc = self.config.ipc
+        if ipc.mode == "0600":
+            share(self.directory, "", 0o700)
+        elif ipc.group:
+            if not self.config.directory:
+                share(self.directory.parent, "", 0o711)
+            share(self.directory, ipc.group, 0o2750)  # so that what is made there has the group
+            for found in self.directory.iterdir():
+                shutil.chown(found, group=ipc.group)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from kvd.arena.membership import create_session_file, lock_unheld, remove_locked
 from kvd.protocol.errors import LimitExceeded, NotAttached, TierFailed
 
 if TYPE_CHECKING:
-    from kvd.config import LimitConfig, SessionConfig
+    from kvd.actors.access import Access
+    from kvd.config import ClientConfig, LimitConfig, SessionConfig
 
 
 # A session's latency is that of so many of its last requests.
@@ -23,13 +24,17 @@ NUM_TIMED = 256
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One attached client. `identity` is its connection; `secret` is known to it alone."""
+    """One attached client. `identity` is its connection; `secret` is known to it alone.
+
+    `client` is what it calls itself, or the name of its key.
+    """
 
     id: int
     identity: bytes
     client: str
     pid: int
     secret: str
+    access: Access
     maps: bool = False
     last_seen: float = field(default_factory=time.monotonic)
     num_requests: int = 0
@@ -86,13 +91,17 @@ class SessionTable:
     def path(self, session: int) -> Path:
         return self.directory / f"{session_name(session)}.session"
 
-    def attach(self, identity: bytes, client: str, pid: int) -> Session:
+    def attach(self, identity: bytes, client: str, pid: int, access: Access) -> Session:
         """Open a session for a connection that has none."""
         if len(self._by_identity) >= self._limits.sessions:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
+        if (known := access.client) is not None:
+            client = known.name
+            if self.count_of(known) >= known.sessions:
+                raise LimitExceeded(f"all {known.sessions} sessions of {client} are in use")
         number = secrets.randbits(63) | 1
         secret = f"{session_name(number)}-{secrets.token_hex(16)}"
-        session = Session(number, identity, client, pid, secret)
+        session = Session(number, identity, client, pid, secret, access)
         try:
             create_session_file(self.path(session.id))
         except OSError as error:
@@ -107,6 +116,10 @@ class SessionTable:
             raise NotAttached("this connection has no session: attach first")
         session.last_seen = time.monotonic()
         return session
+
+    def count_of(self, client: ClientConfig) -> int:
+        """How many sessions whoever has this key has."""
+        return sum(session.access.client == client for session in self)
 
     def find(self, identity: bytes) -> Session | None:
         return self._by_identity.get(identity)

@@ -43,13 +43,18 @@ def client_endpoint() -> str:
     return endpoint
 
 
+def is_remote(endpoint: str) -> bool:
+    """Whether this is TCP: another machine, perhaps, with other memory and another clock."""
+    return endpoint.startswith("tcp://")
+
+
 def socket_path(endpoint: str) -> Path:
     """The file of an ipc endpoint; refuses what ZeroMQ could not bind (ConfigError)."""
     kind, _, name = endpoint.partition("://")
     if kind != "ipc" or not name.startswith("/"):
         raise ConfigError(
             f"endpoint {endpoint!r} is not ipc:// with an absolute path; "
-            "other transports need keys and are not served yet"
+            "TCP needs keys, and is served beside it: see tcp.endpoint"
         )
     if len(os.fsencode(name)) > MAX_IPC_PATH:
         raise ConfigError(
