@@ -196,6 +196,7 @@ class Doors:
                 self._counters["handshakes_refused" if is_refused else "handshakes_failed"] += 1
 
         loop.add_reader(monitor.fileno(), count)
+        count()  # the descriptor tells of nothing before it was looked at
         try:
             yield
         finally:

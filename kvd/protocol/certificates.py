@@ -52,15 +52,17 @@ def make_pair(directory: Path, name: str) -> KeyPair:
     """Make both files of a new pair. Raises ConfigError for a name that is taken or cannot be."""
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(f"{name!r} is no name of a key: letters, digits, dots and dashes")
+    public, secret = (directory / f"{name}{suffix}" for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
+    if public.exists():
+        raise ConfigError(f"{public} is there already")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Before the secret is written, nobody else may read it.
-        for suffix, mode in ((PUBLIC_SUFFIX, 0o644), (SECRET_SUFFIX, 0o600)):
-            os.close(os.open(directory / f"{name}{suffix}", os.O_CREAT | os.O_EXCL, mode))
-        _, secret_path = zmq.auth.create_certificates(directory, name)
+        # Nobody else may read it when the secret is written.
+        os.close(os.open(secret, os.O_CREAT | os.O_EXCL, 0o600))
+        zmq.auth.create_certificates(directory, name)
     except OSError as error:
-        raise ConfigError(f"no key {name} in {directory}: {error.strerror}") from error
-    return load_pair(Path(secret_path))
+        raise ConfigError(f"{secret} cannot be made: {error.strerror}") from error
+    return load_pair(secret)
 
 
 def list_public(directory: Path) -> dict[str, str]:
