@@ -202,3 +202,4 @@ class Doors:
         finally:
             loop.remove_reader(monitor.fileno())
             socket.disable_monitor()
+            monitor.close()

@@ -105,6 +105,11 @@ class Wire:
         self._socket.close()
         self._context.term()
 
+    def vanish(self) -> None:
+        """End the connection without a word."""
+        self._socket.close(0)
+        self._context.term()
+
     # --- frames ---
 
     def send(self, *frames: bytes) -> None:
