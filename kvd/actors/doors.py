@@ -86,10 +86,14 @@ class Doors:
     """
 
     def __init__(self, config: Config, counters: Counter[str]) -> None:
-        self._config = config
         self._counters = counters
         self._local: dict[bytes, Door] = {}
         self._tcp: TcpDoor | None = None
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Go by these clients; whose key is not among them may ask nothing more."""
+        self._config = config
         self._accesses = {
             ANYBODY: INFERENCE_ALONE if config.operator.endpoint else EVERYTHING,
             OPERATOR: EVERYTHING,

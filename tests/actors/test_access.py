@@ -86,6 +86,14 @@ def test_by_ipc_everything_may_be_asked_unless_operators_have_a_door() -> None:
     assert beside.access(b"operator\0name") == EVERYTHING
 
 
+def test_a_key_that_is_taken_out_of_the_configuration_may_ask_nothing() -> None:
+    client = ClientConfig("client", KEY, salts=("",))
+    doors = Doors(Config(clients=(client,)), Counter())
+    doors.configure(Config())
+    assert doors.access(KEY.encode() + b"\0name") == NOTHING
+    assert not doors.callback("kvd", KEY.encode())
+
+
 @given(st.binary(max_size=60))
 def test_who_comes_with_an_unknown_key_may_ask_nothing(key: bytes) -> None:
     client = ClientConfig("client", KEY, salts=("",))
