@@ -207,7 +207,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.tcp.endpoint:
             return
         if not is_remote(self.tcp.endpoint):
-            raise ConfigError(f"tcp: endpoint {self.tcp.endpoint!r} is not tcp://address:port")
+            raise ConfigError(f"tcp: endpoint {self.tcp.endpoint!r} is not tcp://")
         if not Path(self.tcp.server_key).is_absolute():
             raise ConfigError(
                 f"tcp: server_key {self.tcp.server_key!r} is no absolute path of a secret key: "

@@ -28,6 +28,7 @@ from kvd.protocol.codec import decode_reply, decode_request, encode
 from kvd.protocol.errors import (
     BadRequest,
     DaemonUnavailable,
+    Forbidden,
     KvdError,
     NotAttached,
     StaleEpoch,
@@ -242,7 +243,11 @@ class Core:
         elif self.session is None:
             if is_probe and error is not None and not isinstance(error, NotAttached | StaleEpoch):
                 self.refused(error)
-        elif reply.epoch != self.session.epoch or isinstance(error, NotAttached):
+        elif (
+            reply.epoch != self.session.epoch
+            or isinstance(error, NotAttached)
+            or (is_probe and isinstance(error, Forbidden))  # the client's key was taken out
+        ):
             self._lost()
         else:
             self.set_link(Link.ATTACHED)

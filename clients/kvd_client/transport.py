@@ -142,6 +142,7 @@ class Connection:
             self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server)
             self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
             self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+            self._socket.setsockopt(zmq.IPV6, 1)
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         self._monitor = self._socket.get_monitor_socket(

@@ -167,6 +167,7 @@ class Doors:
                 socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
                 # Without it, a handshake that finds nobody to ask is granted.
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+                socket.setsockopt(zmq.IPV6, 1)  # which takes IPv4, too
                 socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
                 socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
                 socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from kvd.protocol.errors import ConfigError
 
 SYSTEM_SOCKET = Path("/run/kvd.sock")
+MAX_PORT = 65_535
 MAX_IPC_PATH = 107  # sun_path holds 108 bytes, the last one zero
 
 
@@ -44,8 +46,16 @@ def client_endpoint() -> str:
 
 
 def is_remote(endpoint: str) -> bool:
-    """Whether this is TCP: another machine, perhaps, with other memory and another clock."""
-    return endpoint.startswith("tcp://")
+    """Whether this is TCP: another machine, perhaps, with other memory and another clock.
+
+    Refuses one without address and port (ConfigError).
+    """
+    if not endpoint.startswith("tcp://"):
+        return False
+    _, _, port = endpoint.rpartition(":")
+    if not re.fullmatch(r"tcp://[^/\s]+:\d+", endpoint) or int(port) > MAX_PORT:
+        raise ConfigError(f"endpoint {endpoint!r} is not tcp:// with an address and a port")
+    return True
 
 
 def socket_path(endpoint: str) -> Path:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvd.protocol.messages import StatusReply, StatusRequest
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Client, ConfigError, DaemonUnavailable
+from kvd_client.aio import AsyncClient
 from tests.actors.wire import Wire
 from tests.e2e.support import IDENTITY, LAYOUT, eventually, holds, store, tokens_of
 from tests.security.conftest import Connect, Keys, address_of
@@ -82,6 +83,12 @@ def test_without_keys_there_is_no_client(keys: Keys) -> None:
         Client("tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="KVD_SERVER_KEY"):
         Client("tcp://127.0.0.1:1", key=keys.secret("alice"))
+
+
+async def test_tasks_come_as_threads_do(daemon: RunningDaemon, endpoint: str, keys: Keys) -> None:
+    files = {"key": keys.secret("root"), "server_key": keys.shown("server")}
+    async with AsyncClient(endpoint, timeout=30.0, **files) as client:
+        assert (await client.status()).pid == daemon.pid
 
 
 # --- without one ---
