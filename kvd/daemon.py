@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
@@ -29,7 +28,7 @@ from kvd.actors.signal import Signal
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
-from kvd.arena.owner import OwnerLock, make_directory, private_directory, share
+from kvd.arena.owner import OwnerLock, give, make_directory, private_directory, share
 from kvd.cache.stores import StoreState
 from kvd.config import Config
 from kvd.protocol.endpoint import is_default, socket_path
@@ -212,7 +211,7 @@ class Daemon(AsyncContextManagerMixin):
                 share(self.directory.parent, "", 0o711)
             share(self.directory, ipc.group, 0o2750)  # so that what is made there has the group
             for found in self.directory.iterdir():
-                shutil.chown(found, group=ipc.group)
+                give(found, ipc.group)
 
 
 @contextmanager

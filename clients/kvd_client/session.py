@@ -194,8 +194,9 @@ class Core:
         """The connection is gone, and with it every answer under way."""
         self._probe = 0
         self.set_link(Link.DOWN)
-        why = f"refuses: {self.refusal}" if self.refusal else "has closed the connection"
-        error = DaemonUnavailable(f"kvd {why}")
+        error = DaemonUnavailable(
+            f"kvd refuses: {self.refusal}" if self.refusal else "the connection to kvd was lost"
+        )
         while self._pending:
             self._pending.popitem()[1].answer(None, error)
 

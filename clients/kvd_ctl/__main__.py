@@ -245,7 +245,7 @@ def keys_new(
         keys.new(name, directory.absolute(), is_server=is_server, as_json=as_json)
 
 
-@keys_app.command("list", epilog="Example: kvd-ctl keys list --json | jq '.keys[].client'")
+@keys_app.command("list", epilog="Example: kvd-ctl keys list --json | jq '.clients[].name'")
 def keys_list(
     directory: KeyDirectory,
     endpoint: Endpoint = None,
@@ -267,11 +267,9 @@ def keys_show(name: KeyName, directory: KeyDirectory, as_json: Json = False) -> 
 def _allowed(endpoint: str | None, timeout: float) -> tuple[ClientStatus, ...]:
     """Who may come over TCP; nobody where kvd does not answer."""
     try:
-        with Client(endpoint, timeout=timeout, name=NAME, maps=False) as client:
-            _check_listening(client.endpoint)
+        with _client(endpoint, timeout) as client:
             return client.status().clients
-    except KvdError as error:
-        print(f"kvd-ctl: files alone: {error}", file=sys.stderr)
+    except typer.Exit:
         return ()
 
 

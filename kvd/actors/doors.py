@@ -46,11 +46,11 @@ FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTO
 
 
 class Door:
-    """A socket through which come all as `who`."""
+    """A socket, and who comes through it; by TCP each message says that."""
 
     is_remote = False
 
-    def __init__(self, socket: Socket, who: bytes = b"") -> None:
+    def __init__(self, socket: Socket, who: bytes = ANYBODY) -> None:
         self.socket = socket
         self._prefix = who + b"\0"
 

@@ -488,9 +488,8 @@ class Verbs:
 
     async def _discard(self, session: Session, request: DiscardRequest) -> Answer:
         key = (request.namespace_key, request.sequence)
-        was_there = bool(self._known_sequences(session, request))
-        if was_there:
-            was_there = await self._sequences.discard(key, request.generation)
+        is_known = bool(self._known_sequences(session, request))
+        was_there = is_known and await self._sequences.discard(key, request.generation)
         return Answer(DiscardReply(id=request.id, epoch=self._epoch, was_there=was_there))
 
     def _list(self, session: Session, request: SequencesRequest) -> Answer:

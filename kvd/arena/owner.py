@@ -69,15 +69,20 @@ def private_directory(path: Path, mode: int = 0o750) -> None:
         raise ConfigError(f"{path} is not a directory that belongs to user {os.geteuid()}")
 
 
-def share(path: Path, group: str, mode: int) -> None:
-    """Give a path of ours this mode and, unless it is empty, this group; raises ConfigError."""
+def give(path: Path, group: str) -> None:
+    """Give a path of ours to a group; raises ConfigError."""
     try:
-        if group:
-            shutil.chown(path, group=group)
-        path.chmod(mode)
+        shutil.chown(path, group=group)
     except LookupError as error:
         raise ConfigError(f"there is no group {group!r}: set ipc.group") from error
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be given to group {group!r}: {error.strerror}: set ipc.group"
         ) from error
+
+
+def share(path: Path, group: str, mode: int) -> None:
+    """Give a path of ours to a group, unless that is empty, and set its mode."""
+    if group:
+        give(path, group)
+    path.chmod(mode)

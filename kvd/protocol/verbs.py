@@ -6,30 +6,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, get_args
 
 from kvd.protocol.errors import ConfigError
-from kvd.protocol.messages import (
-    AbortRequest,
-    AnyRequest,
-    AttachRequest,
-    CloseRequest,
-    CommitRequest,
-    DetachRequest,
-    DiscardRequest,
-    ExtendRequest,
-    ForkRequest,
-    HeartbeatRequest,
-    LoadRequest,
-    MatchRequest,
-    OpenRequest,
-    PinRequest,
-    PrefetchRequest,
-    ReleaseRequest,
-    ReserveRequest,
-    ResumeRequest,
-    SaveRequest,
-    SequencesRequest,
-    StoreRequest,
-    UnpinRequest,
-)
+from kvd.protocol.messages import AnyRequest
 
 Verb: TypeAlias = type[AnyRequest]
 
@@ -44,28 +21,12 @@ VERBS: dict[str, Verb] = {verb_name(verb): verb for verb in get_args(AnyRequest)
 # What an engine asks, of its own namespaces. Every other verb, also one that comes later, is the
 # operators' alone.
 INFERENCE: frozenset[Verb] = frozenset(
-    (
-        AttachRequest,
-        HeartbeatRequest,
-        DetachRequest,
-        OpenRequest,
-        CloseRequest,
-        MatchRequest,
-        ExtendRequest,
-        PrefetchRequest,
-        ForkRequest,
-        ReserveRequest,
-        CommitRequest,
-        AbortRequest,
-        ReleaseRequest,
-        LoadRequest,
-        StoreRequest,
-        PinRequest,
-        UnpinRequest,
-        SaveRequest,
-        ResumeRequest,
-        SequencesRequest,
-        DiscardRequest,
+    VERBS[name]
+    for name in (
+        *("attach", "heartbeat", "detach", "open", "close"),
+        *("match", "extend", "prefetch", "fork", "reserve", "commit", "abort", "release"),
+        *("load", "store", "pin", "unpin"),
+        *("save", "resume", "sequences", "discard"),
     )
 )
 OPERATOR: frozenset[Verb] = frozenset(VERBS.values())
