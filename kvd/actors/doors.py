@@ -7,12 +7,13 @@ ZeroMQ asks at each handshake (ZAP), and says with each message whose it is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from kvd.actors.access import EVERYTHING, INFERENCE_ALONE, NOTHING, Access, access_of
@@ -35,7 +36,6 @@ QUEUED_REQUESTS = 16
 # A TCP connection is closed that has not shown its key by then, or whose end is silent for so long.
 HANDSHAKE_MS = 5_000
 PING_MS, SILENCE_MS = 5_000, 20_000
-ZAP_DOMAIN = "kvd"
 
 # Who comes: by ipc anybody, or an operator where those have a door of their own; by TCP a key.
 ANYBODY, OPERATOR = b"", b"operator"
@@ -43,6 +43,11 @@ ANYBODY, OPERATOR = b"", b"operator"
 # How a handshake ends that comes to nothing: the key is not known, or none was shown.
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+def has_more(socket: Socket) -> bool:
+    """Cheaper than the exception that an empty socket raises."""
+    return bool(int(socket.get(EVENTS)) & POLLIN)
 
 
 class Door:
@@ -53,11 +58,6 @@ class Door:
     def __init__(self, socket: Socket, who: bytes = ANYBODY) -> None:
         self.socket = socket
         self._prefix = who + b"\0"
-
-    @property
-    def has_more(self) -> bool:
-        # Cheaper than the exception that an empty socket raises.
-        return bool(int(self.socket.get(EVENTS)) & POLLIN)
 
     def receive(self) -> list[bytes]:
         """The frames of a message that is there, the first of them its sender's identity."""
@@ -117,8 +117,8 @@ class Doors:
         assert door is not None
         return door.socket, name
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """What zmq.auth asks at every handshake: whether this key may come."""
+    def lets_in(self, key: bytes) -> bool:
+        """Whether who has this key may come by TCP."""
         return key in self._accesses
 
     @contextmanager
@@ -153,30 +153,22 @@ class Doors:
 
     @contextmanager
     def _open_tcp(self) -> Iterator[None]:
-        from zmq.auth.asyncio import AsyncioAuthenticator  # which few need
-
         pair = load_pair(Path(self._config.tcp.server_key))
         # A thread of its own: what strangers have it compute costs nobody else.
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            guard = AsyncioAuthenticator(context)
-            guard.configure_curve_callback(ZAP_DOMAIN, self)
-            guard.start()
-            try:
-                socket.setsockopt(zmq.CURVE_SERVER, 1)
-                socket.setsockopt_string(zmq.CURVE_SECRETKEY, pair.secret)
-                socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-                # Without it, a handshake that finds nobody to ask is granted.
-                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-                socket.setsockopt(zmq.IPV6, 1)  # which takes IPv4, too
-                socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-                socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
-                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-                with self._counting(socket):
-                    self._bind(socket, self._config.tcp.endpoint)
-                    self._tcp = TcpDoor(socket)
-                    yield
-            finally:
-                guard.stop()
+        with zmq.Context() as context, self._asking(context), context.socket(zmq.ROUTER) as socket:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, pair.secret)
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, "kvd")
+            # Without it, a handshake that finds nobody to ask is granted.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            socket.setsockopt(zmq.IPV6, 1)  # which takes IPv4, too
+            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+            with self._counting(socket):
+                self._bind(socket, self._config.tcp.endpoint)
+                self._tcp = TcpDoor(socket)
+                yield
 
     def _bind(self, socket: Socket, endpoint: str) -> None:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -189,22 +181,51 @@ class Doors:
             raise ConfigError(f"{endpoint} cannot be bound: {error.strerror}") from error
 
     @contextmanager
+    def _asking(self, context: zmq.Context[Socket]) -> Iterator[None]:
+        """Answer ZeroMQ, which asks of each handshake whether its key may come (RFC 27).
+
+        Measured: in a third of the time that a task of zmq.auth takes, as long as which nobody else
+        is served.
+        """
+        with context.socket(zmq.REP) as socket:
+            socket.bind("inproc://zeromq.zap.01")
+
+            def answer() -> None:
+                version, request, *_, key = socket.recv_multipart(NOBLOCK)
+                who = z85.encode(key)
+                verdict = (b"200", b"", who) if self.lets_in(who) else (b"400", b"", b"")
+                socket.send_multipart((version, request, *verdict, b""), NOBLOCK)
+
+            with _reading(socket, answer):
+                yield
+
+    @contextmanager
     def _counting(self, socket: Socket) -> Iterator[None]:
         """Count the handshakes that come to nothing, of a wrong key and of none."""
-        monitor = socket.get_monitor_socket(REFUSED | FAILED)
-        loop = asyncio.get_running_loop()
+        with socket.get_monitor_socket(REFUSED | FAILED) as monitor:
 
-        def count() -> None:
-            while int(monitor.get(EVENTS)) & POLLIN:
+            def count() -> None:
                 event = parse_monitor_message(monitor.recv_multipart(NOBLOCK))["event"]
-                is_refused = event == REFUSED
-                self._counters["handshakes_refused" if is_refused else "handshakes_failed"] += 1
+                outcome = "refused" if event == REFUSED else "failed"
+                self._counters[f"handshakes_{outcome}"] += 1
 
-        loop.add_reader(monitor.fileno(), count)
-        count()  # the descriptor tells of nothing before it was looked at
-        try:
-            yield
-        finally:
-            loop.remove_reader(monitor.fileno())
+            with _reading(monitor, count):
+                yield
             socket.disable_monitor()
-            monitor.close()
+
+
+@contextmanager
+def _reading(socket: Socket, receive: Callable[[], None]) -> Iterator[None]:
+    """Have each message of a socket received from the event loop."""
+    loop = asyncio.get_running_loop()
+
+    def drain() -> None:
+        while has_more(socket):
+            receive()
+
+    loop.add_reader(socket.fileno(), drain)
+    drain()  # the descriptor tells of nothing before the socket was looked at
+    try:
+        yield
+    finally:
+        loop.remove_reader(socket.fileno())

@@ -21,7 +21,7 @@ import zmq
 from msgspec.structs import replace
 
 import kvd
-from kvd.actors.doors import NOBLOCK, Door, Doors
+from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.status import lease_status, namespace_status, pin_status
 from kvd.actors.transfers import Transfers
@@ -190,7 +190,7 @@ class Router:
         now = time.perf_counter()
         end = now + DRAIN_SECONDS
         while now < end:
-            if self._is_closing or not door.has_more:
+            if self._is_closing or not has_more(door.socket):
                 return
             now = self._receive(door, now)
         self._loop.call_soon(self._drain, door)

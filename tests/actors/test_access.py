@@ -91,7 +91,7 @@ def test_a_key_that_is_taken_out_of_the_configuration_may_ask_nothing() -> None:
     doors = Doors(Config(clients=(client,)), Counter())
     doors.configure(Config())
     assert doors.access(KEY.encode() + b"\0name") == NOTHING
-    assert not doors.callback("kvd", KEY.encode())
+    assert not doors.lets_in(KEY.encode())
 
 
 @given(st.binary(max_size=60))
@@ -100,5 +100,5 @@ def test_who_comes_with_an_unknown_key_may_ask_nothing(key: bytes) -> None:
     doors = Doors(Config(clients=(client,)), Counter())
     assert doors.access(KEY.encode() + b"\0name") == access_of(client)
     assert doors.access(b"x" + key.replace(b"\0", b"") + b"\0name") == NOTHING
-    assert doors.callback("kvd", KEY.encode())
-    assert not doors.callback("kvd", b"x" + key)
+    assert doors.lets_in(KEY.encode())
+    assert not doors.lets_in(b"x" + key)
