@@ -151,10 +151,12 @@ def test_noise_is_closed_and_serves_nothing(
     assert count(observer, "errors") == before
 
 
-def test_who_says_nothing_is_closed_and_holds_up_nobody(
+def test_who_says_nothing_or_stops_half_way_is_closed_and_holds_up_nobody(
     connect: Connect, endpoint: str, observer: Client
 ) -> None:
     silent = [socket.create_connection(address_of(endpoint)) for _ in range(100)]
+    for each in silent[50:]:
+        each.sendall(GREETING)
     assert connect("alice").wait_attached(30.0)
     assert "alice" in [session.client for session in observer.status().sessions]
     assert all(map(closed_by_peer, silent))

@@ -81,6 +81,12 @@ def test_a_namespace_of_another_salt_is_not_opened(bob: Wire) -> None:
         assert "not for bob" in refused(bob.ask(request), "forbidden")
 
 
+def test_by_tcp_nobody_maps(bob: Wire) -> None:
+    request = OpenRequest(**bob.envelope(), identity=IDENTITY, layout=LAYOUT, salt="bob")
+    assert request.maps
+    refused(bob.ask(request), "session_lock_missing")
+
+
 @pytest.mark.usefixtures("alices")
 def test_what_another_has_is_a_miss(bob: Wire) -> None:
     assert bob.matched(1, TOKENS).num_tokens == 0
