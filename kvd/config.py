@@ -14,9 +14,11 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import fields
 
-from kvd.protocol.endpoint import default_endpoint, socket_path
+from kvd.protocol.certificates import KEY_PATTERN, NAME_PATTERN
+from kvd.protocol.endpoint import default_endpoint, is_remote, socket_path
 from kvd.protocol.errors import ConfigError
 from kvd.protocol.units import ByteSize, decode_size
+from kvd.protocol.verbs import verbs_named
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
@@ -99,6 +101,60 @@ class QuotaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("quotas: guaranteed_bytes is above max_bytes")
 
 
+class IpcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may use the endpoint and map memory: its user, and a `group` with mode 0660.
+
+    An empty group is the one that the daemon's files have anyway.
+    """
+
+    mode: Literal["0600", "0660"] = "0660"
+    group: str = ""
+
+
+class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where operators ask, for the daemon's user alone; empty: where everybody does."""
+
+    endpoint: str = ""
+
+
+class TcpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where clients of other machines come, encrypted, with a key of `clients`; empty: nowhere.
+
+    `server_key` is the secret file of the daemon's own key.
+    """
+
+    endpoint: str = ""
+    server_key: str = ""
+
+
+class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whoever has the secret half of `key` may ask these `verbs`, of these namespaces.
+
+    `verbs` are "inference", "operator", or single ones by name. `models` and `salts` say which
+    namespaces; no models mean any, and only an operator may have any salt. At once it may have
+    `sessions`, each with `reserved_fraction` of the capacity in pages that it has not committed.
+    """
+
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+    key: Annotated[str, Meta(pattern=KEY_PATTERN)]
+    verbs: tuple[str, ...] = ("inference",)
+    models: tuple[str, ...] = ()
+    salts: tuple[str, ...] = ()
+    sessions: Count = 64
+    reserved_fraction: Fraction = 0.25
+
+    def __post_init__(self) -> None:
+        try:
+            verbs_named(self.verbs)
+        except ConfigError as error:
+            raise ConfigError(f"clients: {self.name}: {error}") from error
+        if not self.salts and "operator" not in self.verbs:
+            raise ConfigError(
+                f"clients: {self.name} has no salts, so that it could open nothing; "
+                'namespaces without a salt have the salt ""'
+            )
+
+
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
@@ -122,9 +178,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache: CacheConfig = CacheConfig()
     sessions: SessionConfig = SessionConfig()
     limits: LimitConfig = LimitConfig()
+    ipc: IpcConfig = IpcConfig()
+    operator: OperatorConfig = OperatorConfig()
+    tcp: TcpConfig = TcpConfig()
     log: LogConfig = LogConfig()
     tiers: tuple[dict[str, Any], ...] = ({"type": "host"}, {"type": "lmdb"})
     quotas: tuple[QuotaConfig, ...] = ()
+    clients: tuple[ClientConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cache.low_watermark > self.cache.high_watermark:
@@ -139,6 +199,24 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{name} {path!r} is not an absolute path")
         if not self.tiers:
             raise ConfigError("tiers: there must be one at least, with what clients map")
+        self._check_tcp()
+
+    def _check_tcp(self) -> None:
+        """TCP with keys on both ends, or none."""
+        for what in ("name", "key"):
+            if len({getattr(client, what) for client in self.clients}) < len(self.clients):
+                raise ConfigError(f"clients: two have the same {what}")
+        if not self.tcp.endpoint:
+            return
+        if not is_remote(self.tcp.endpoint):
+            raise ConfigError(f"tcp: endpoint {self.tcp.endpoint!r} is not tcp://")
+        if not Path(self.tcp.server_key).is_absolute():
+            raise ConfigError(
+                f"tcp: server_key {self.tcp.server_key!r} is no absolute path of a secret key: "
+                "kvd-ctl keys new makes one"
+            )
+        if not self.clients:
+            raise ConfigError("tcp: without any [[clients]] nobody could come")
 
     @property
     def resolved_endpoint(self) -> str:

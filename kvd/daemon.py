@@ -11,13 +11,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractContextManager,
-    asynccontextmanager,
-    closing,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
@@ -36,7 +30,7 @@ from kvd.actors.status import summary
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import create_header
-from kvd.arena.owner import OwnerLock, make_directory, private_directory
+from kvd.arena.owner import OwnerLock, give, make_directory, private_directory, share
 from kvd.cache.stores import StoreState
 from kvd.config import Config
 from kvd.loading import Loaded
@@ -85,7 +79,8 @@ class Daemon(AsyncContextManagerMixin):
         self.epoch = secrets.randbits(62) | 1
         with loaded.naming_source():
             self.endpoint = self.config.resolved_endpoint
-            self._listener = _listener_at(self.endpoint, listeners or {})
+            self._listeners = listeners or {}
+            self._check_listeners()
             self.directory = self.config.resolved_directory
             self.data_directory = self.config.resolved_data_directory
             places = self.directory, self.data_directory
@@ -129,7 +124,7 @@ class Daemon(AsyncContextManagerMixin):
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
         with (
-            await to_thread.run_sync(self._own_endpoint),
+            closing(await to_thread.run_sync(self._own_endpoints)),
             closing(self._own_directory()),
             closing(
                 await Patience(str(self.data_directory)).call(
@@ -170,7 +165,7 @@ class Daemon(AsyncContextManagerMixin):
                 self._reloader,
                 self.epoch,
                 header_path,
-                self._listener,
+                self._listeners,
             )
             parts = self._manager, mover, scrubber, sequences, sessions, router
             self._reloader.parts = [*(part.configure for part in parts), *self._on_reload]
@@ -229,21 +224,41 @@ class Daemon(AsyncContextManagerMixin):
         return summary(self.tier_status(), self._manager.state.counters)
 
     async def pulse(self) -> None:
-        """Return when requests have been read once more; never, where they are not."""
+        """Return when requests have been looked for once more; never, where they are not."""
         await self._router.pulse()
 
-    def _own_endpoint(self) -> AbstractContextManager[object]:
-        if self._listener is not None:  # who listens for us sees to it that we are alone
-            return nullcontext()
-        path = socket_path(self.endpoint)
-        with _naming("endpoint"):
+    def _check_listeners(self) -> None:
+        """What others listen on for it must be where it would listen, its endpoint among them."""
+        config = self.config
+        if not self._listeners:
+            return
+        wanted = {self.endpoint, config.operator.endpoint, config.tcp.endpoint}
+        if self.endpoint not in self._listeners or self._listeners.keys() - wanted:
+            raise ConfigError(
+                f"endpoint: it is {self.endpoint}, and what was given listens on "
+                f"{', '.join(self._listeners)}: make them one"
+            )
+
+    def _own_endpoints(self) -> ExitStack:
+        """Their locks: all of them, or none."""
+        endpoints = {"endpoint": self.endpoint, "operator.endpoint": self.config.operator.endpoint}
+        with ExitStack() as locks:
+            for key, endpoint in endpoints.items():
+                # Who listens for us sees to it that we are alone.
+                if endpoint and endpoint not in self._listeners:
+                    locks.enter_context(closing(self._own_endpoint(key, endpoint)))
+            return locks.pop_all()
+
+    def _own_endpoint(self, key: str, endpoint: str) -> OwnerLock:
+        path = socket_path(endpoint)
+        with _naming(key):
             # A place that we chose must be ours alone; one that we were given is the giver's
             # business.
-            if is_default(self.endpoint):
+            if is_default(endpoint):
                 private_directory(path.parent, 0o700)
-            else:
-                make_directory(path.parent, 0o750)
-            return closing(OwnerLock(path.with_name(path.name + ".lock"), self.endpoint))
+            elif make_directory(path.parent, 0o750):
+                share(path.parent, self.config.ipc.group, 0o750)
+            return OwnerLock(path.with_name(path.name + ".lock"), endpoint)
 
     def _own_data_directory(self) -> OwnerLock:
         directory = self.config.resolved_data_directory
@@ -256,7 +271,20 @@ class Daemon(AsyncContextManagerMixin):
             if not self.config.directory:
                 private_directory(self.directory.parent)
             private_directory(self.directory)
+            self._share_directory()
             return OwnerLock(self.directory / "daemon.lock", str(self.directory))
+
+    def _share_directory(self) -> None:
+        """Let whoever may use the endpoint map what lies there, and nobody else."""
+        ipc = self.config.ipc
+        if ipc.mode == "0600":
+            share(self.directory, "", 0o700)
+        elif ipc.group:
+            if not self.config.directory:
+                share(self.directory.parent, "", 0o711)
+            share(self.directory, ipc.group, 0o2750)  # so that what is made there has the group
+            for found in self.directory.iterdir():
+                give(found, ipc.group)
 
 
 @contextmanager
@@ -266,15 +294,6 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{error}: set {key}") from error
-
-
-def _listener_at(endpoint: str, listeners: Mapping[str, int]) -> int | None:
-    if listeners and endpoint not in listeners:
-        raise ConfigError(
-            f"endpoint: it is {endpoint}, and the socket that was given listens on "
-            f"{', '.join(listeners)}: make them one"
-        )
-    return listeners.get(endpoint)
 
 
 def _tell_apart(tiers: Sequence[Tier]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvd.config import Config, parse
+from kvd.config import ClientConfig, Config, parse
 from kvd.protocol import messages
 from kvd.protocol.errors import ERRORS
 from kvd.protocol.units import ByteSize, decode_size
@@ -47,7 +47,8 @@ def test_the_sample_configuration_has_every_key_with_its_default() -> None:
     for section in (sample, *(v for v in sample.values() if isinstance(v, dict))):
         read_sizes(section)
     expected = defaults(Config)
-    del expected["tiers"], expected["quotas"]  # no quota is the default, and tiers have their own
+    # No quota and no client is the default, and tiers have their own keys.
+    del expected["tiers"], expected["quotas"], expected["clients"]
     assert sample == expected
 
 
@@ -62,6 +63,11 @@ def test_the_sample_configuration_has_every_key_of_our_tiers(
 
 def test_the_sample_configuration_names_every_key_of_the_torch_tier() -> None:
     for field in msgspec.structs.fields(TorchConfig):
+        assert f"\n# {field.name} = " in SAMPLE_TEXT
+
+
+def test_the_sample_configuration_names_every_key_of_a_client() -> None:
+    for field in msgspec.structs.fields(ClientConfig):
         assert f"\n# {field.name} = " in SAMPLE_TEXT
 
 

@@ -31,7 +31,13 @@ MAY_IMPORT = {
 
 # The only modules, or packages, that may import these.
 IMPORTED_BY = {
-    "zmq": ["kvd.actors.router", "kvd.actors.publisher", "kvd_client.transport"],
+    "zmq": [
+        "kvd.actors.doors",
+        "kvd.actors.router",
+        "kvd.actors.publisher",
+        "kvd.protocol.certificates",
+        "kvd_client.transport",
+    ],
     "torch": [
         "kvd_tiers.torch",
         "kvd.arena.device",

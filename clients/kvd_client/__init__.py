@@ -8,6 +8,7 @@
 It does not import the daemon, and works without torch.
 """
 
+from kvd.protocol.certificates import list_public, load_public, make_pair
 from kvd.protocol.codec import to_json
 from kvd.protocol.errors import (
     BadRequest,
@@ -15,6 +16,7 @@ from kvd.protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     Dropped,
+    Forbidden,
     KvdError,
     LeaseEnded,
     LimitExceeded,
@@ -29,6 +31,7 @@ from kvd.protocol.errors import (
 from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import (
+    ClientStatus,
     ConfigChange,
     ConfigReply,
     DropResult,
@@ -52,6 +55,7 @@ from kvd_client.client import Client, Lease, Namespace
 __all__ = [
     "BadRequest",
     "Client",
+    "ClientStatus",
     "ConfigChange",
     "ConfigError",
     "ConfigReply",
@@ -60,6 +64,7 @@ __all__ = [
     "DropResult",
     "Dropped",
     "ExplainReply",
+    "Forbidden",
     "Identity",
     "KvdError",
     "Layout",
@@ -87,5 +92,8 @@ __all__ = [
     "VerifyReply",
     "VersionMismatch",
     "format_bytes",
+    "list_public",
+    "load_public",
+    "make_pair",
     "to_json",
 ]

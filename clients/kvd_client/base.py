@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvd.arena.host import MappedArena
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
-from kvd.protocol.endpoint import client_endpoint
+from kvd.protocol.endpoint import client_endpoint, is_remote
 from kvd.protocol.errors import (
     BadRequest,
     DaemonUnavailable,
@@ -85,6 +85,7 @@ from kvd.protocol.messages import (
 )
 from kvd_client.asked import Asked, ahead_of, check_tokens, pack_extras, pages_for
 from kvd_client.binding import Binding
+from kvd_client.keys import load_keys
 from kvd_client.lease import LeaseBase
 from kvd_client.mirror import Mirror
 from kvd_client.session import (
@@ -145,17 +146,21 @@ class ClientBase:
         timeout: float = 2.0,
         name: str | None = None,
         maps: bool = True,
+        key: str | None = None,
+        server_key: str | None = None,
     ) -> None:
         """Begin to attach, without waiting. Raises ConfigError for an endpoint that cannot be.
 
         A client that maps shares the daemon's memory. One that does not, or cannot, has private
-        memory with copies of the blocks that it leases.
+        memory with copies of the blocks that it leases; so has one whose endpoint is tcp://, which
+        needs the files of its own secret `key` and of the daemon's `server_key`.
         """
         if not isinstance(endpoint, str | None) or not isinstance(name, str | None):
             raise BadRequest("an endpoint and a client's name are strings")
         self.endpoint = endpoint or client_endpoint()
         self.timeout = check_timeout(timeout)
-        self._maps = maps
+        self._keys = load_keys(key, server_key) if is_remote(self.endpoint) else None
+        self._maps = maps and self._keys is None
         given = name or os.path.basename(sys.argv[0]) or "python"
         self.name = given.encode(errors="replace").decode(errors="replace")[:MAX_NAME]
         # What maps memory for this client: while it does, its pages could still be written.
@@ -489,7 +494,11 @@ class ClientBase:
         # By this the daemon knows a first save that is said again; a child's are its own.
         self.saver = secrets.randbits(62) | 1
         self._connection = Connection(
-            self.endpoint, self.name, weakref.WeakMethod(self._leave_others), maps=self._maps
+            self.endpoint,
+            self.name,
+            weakref.WeakMethod(self._leave_others),
+            maps=self._maps,
+            keys=self._keys,
         )
         self._finalizer = weakref.finalize(self, self._connection.close)
 

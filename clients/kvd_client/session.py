@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
+from msgspec.structs import replace
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -27,6 +28,7 @@ from kvd.protocol.codec import decode_reply, decode_request, encode
 from kvd.protocol.errors import (
     BadRequest,
     DaemonUnavailable,
+    Forbidden,
     KvdError,
     NotAttached,
     StaleEpoch,
@@ -100,16 +102,23 @@ class Call:
     `wake` is told when the answer is there; `rest` are the raw frames behind a reply.
     """
 
-    __slots__ = ("error", "frames", "id", "is_answered", "reply", "rest", "wake")
+    __slots__ = ("error", "frames", "id", "is_answered", "reply", "request", "rest", "wake")
 
     def __init__(self, request: AnyRequest, raw: bytes | None = None) -> None:
         self.id = request.id
+        self.request = request
         self.frames = [encode(request)] if raw is None else [encode(request), raw]
         self.wake: Callable[[], None] = _nobody_waits
         self.is_answered = False
         self.reply: AnyReply | None = None
         self.error: KvdError | None = None
         self.rest: Sequence[memoryview] = ()
+
+    def count_deadline_from_now(self) -> None:
+        """Have the deadline understood by another machine, whose clock is another."""
+        if self.request.deadline_ns:
+            left = max(1, self.request.deadline_ns - time.monotonic_ns())
+            self.frames[0] = encode(replace(self.request, deadline_ns=left))
 
     def answer(
         self, reply: AnyReply | None, error: KvdError | None, rest: Sequence[memoryview] = ()
@@ -185,7 +194,9 @@ class Core:
         """The connection is gone, and with it every answer under way."""
         self._probe = 0
         self.set_link(Link.DOWN)
-        error = DaemonUnavailable("the connection to kvd was lost")
+        error = DaemonUnavailable(
+            f"kvd refuses: {self.refusal}" if self.refusal else "the connection to kvd was lost"
+        )
         while self._pending:
             self._pending.popitem()[1].answer(None, error)
 
@@ -232,8 +243,12 @@ class Core:
             self._attached(reply)
         elif self.session is None:
             if is_probe and error is not None and not isinstance(error, NotAttached | StaleEpoch):
-                self._refused(error)
-        elif reply.epoch != self.session.epoch or isinstance(error, NotAttached):
+                self.refused(error)
+        elif (
+            reply.epoch != self.session.epoch
+            or isinstance(error, NotAttached)
+            or (is_probe and isinstance(error, Forbidden))  # the client's key was taken out
+        ):
             self._lost()
         else:
             self.set_link(Link.ATTACHED)
@@ -271,7 +286,8 @@ class Core:
             logger.warning("kvd's memory cannot be mapped; blocks are copied instead: %s", error)
             return None, None
 
-    def _refused(self, error: KvdError) -> None:
+    def refused(self, error: KvdError) -> None:
+        """The daemon is there, and does not let this client in."""
         if self.refusal is None:
             logger.warning("kvd is there, but gives no session: %s", error)
         self.refusal = error

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import zmq
 
 from kvd.protocol.endpoint import socket_path
-from kvd.protocol.errors import DaemonUnavailable
+from kvd.protocol.errors import DaemonUnavailable, Forbidden
 from kvd.protocol.messages import DetachRequest
 from kvd_client.session import Call, Core, Link, Session
 
 if TYPE_CHECKING:
+    from kvd_client.keys import Keys
     from kvd_client.lease import LeaseBase
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ OnAttach: TypeAlias = Callable[[], Callable[[Session], None] | None]
 PROBE_SECONDS = 0.1
 PROBE_PATIENCE_SECONDS = 1.0
 DETACH_SECONDS = 0.5
+# By TCP: a daemon that is silent for so long is gone, with its machine perhaps.
+PING_MS, SILENCE_MS = 2_000, 10_000
 # As long as poll can wait at once.
 MAX_WAIT_SECONDS = 86_400.0
 
@@ -101,10 +104,19 @@ class Connection:
     """
 
     def __init__(
-        self, endpoint: str, name: str, on_attach: OnAttach = _nobody, *, maps: bool
+        self,
+        endpoint: str,
+        name: str,
+        on_attach: OnAttach = _nobody,
+        *,
+        maps: bool,
+        keys: Keys | None = None,
     ) -> None:
-        """`on_attach` gives who is told of each session, if anybody: it must not wait or ask."""
-        path = socket_path(endpoint)
+        """`on_attach` gives who is told of each session, if anybody: it must not wait or ask.
+
+        With keys it is by TCP.
+        """
+        is_there = keys is not None or socket_path(endpoint).exists()
         self._on_attach = on_attach
         self.core = Core(name, self._link_changed, maps=maps)
         self._mutex = threading.RLock()
@@ -123,8 +135,18 @@ class Connection:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._endpoint = endpoint
+        self._is_remote = keys is not None
+        self._refused_at = 0.0
+        if keys is not None:
+            self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server)
+            self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
+            self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+            self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         self._socket.connect(endpoint)
         self.fileno: int = self._socket.fileno()
@@ -132,7 +154,7 @@ class Connection:
         self._waiters = threading.local()
         # It is woken also by what happens in its own thread: a collection, say.
         self._keeper = _Waiter((self._monitor_fileno,), (self.fileno,), thread=0)
-        if not path.exists():  # nobody need wait to find out that there is no daemon
+        if not is_there:  # nobody need wait to find out that there is no daemon
             self.core.set_link(Link.DOWN)
         self._thread = threading.Thread(target=self._run, name="kvd-client", daemon=True)
         self._thread.start()
@@ -268,6 +290,8 @@ class Connection:
     def _send(self, call: Call) -> None:
         if self._closed:
             raise DaemonUnavailable("the client is closed")
+        if self._is_remote:
+            call.count_deadline_from_now()
         self.core.send(call)
         self._outbox.append(call)
         self._pump()
@@ -305,7 +329,11 @@ class Connection:
         while not self._closed and int(self._monitor.get(_EVENTS)) & _POLLIN:
             # Not by pyzmq's own parser, whose import would bring asyncio with it.
             frame = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
-            if int.from_bytes(frame[:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+            event = int.from_bytes(frame[:2], sys.byteorder)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refused_at = time.monotonic()
+                self.core.refused(Forbidden("it does not know this client's key"))
+            if event == zmq.EVENT_DISCONNECTED:
                 self._fail_all()
             if not self.core.probing:
                 self._last_beat = 0.0
@@ -343,6 +371,8 @@ class Connection:
     def _beat(self, now: float) -> float:
         """Send a heartbeat, or look for the daemon, when it is time; seconds until the next."""
         core = self.core
+        if self._refused_at and now - self._refused_at >= PROBE_PATIENCE_SECONDS:
+            self._knock_again()
         up = core.link is Link.ATTACHED
         every = core.session.heartbeat_seconds if up and core.session else PROBE_SECONDS
         if (due := self._last_beat + every) > now:
@@ -355,6 +385,12 @@ class Connection:
             probe.wake = self._keeper.wake
             self._send(probe)
         return every
+
+    def _knock_again(self) -> None:
+        """The daemon may know the key by now; by itself, ZeroMQ takes a refusal for good."""
+        self._refused_at = 0.0
+        self._socket.disconnect(self._endpoint)
+        self._socket.connect(self._endpoint)
 
     def _release_lingering(self) -> None:
         for _ in range(len(self._lingering)):

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from kvd.config import Config
 from kvd.loading import find, load
-from kvd_client import Client, DaemonUnavailable, KvdError, StatusReply
+from kvd_client import Client, ClientStatus, DaemonUnavailable, KvdError, StatusReply
 
 try:
     import typer
 
-    from kvd_ctl import commands, configuration, service
+    from kvd_ctl import commands, configuration, keys, service
     from kvd_ctl.bench import measure
     from kvd_ctl.doctor import examine
     from kvd_ctl.drain import begin_drain, undo_drain
@@ -43,6 +43,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+keys_app = typer.Typer(
+    help="Make and list the keys by which clients come over TCP.",
+    epilog="Example: kvd-ctl keys new engine-1",
+    no_args_is_help=True,
+)
+app.add_typer(keys_app, name="keys")
 
 Endpoint = Annotated[
     str | None,
@@ -64,11 +70,31 @@ TokenizerFolder = Annotated[
 NamespaceNumber = Annotated[
     int, typer.Argument(metavar="NAMESPACE", help="Its number, as `kvd-ctl namespaces` says.")
 ]
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
+KeyDirectory = Annotated[
+    Path,
+    typer.Option(
+        help="Where the keys lie.",
+        default_factory=keys.default_directory,
+        show_default="~/.config/kvd/keys",
+    ),
+]
 _tokens = typer.Argument(
     parser=parse_tokens,
     metavar="TOKENS",
     help="Token ids: 1,2,3; or @FILE, a JSON list, or uint32 if it ends in .bin; or - for stdin.",
 )
+
+
+@app.callback()
+def with_keys(
+    key: Annotated[str, typer.Option(help="By TCP: the file of our secret key.")] = "",
+    server_key: Annotated[str, typer.Option(help="By TCP: the file of kvd's key.")] = "",
+) -> None:
+    """Note the keys where the client looks for them."""
+    for variable, path in {"KVD_KEY": key, "KVD_SERVER_KEY": server_key}.items():
+        if path:
+            os.environ[variable] = path
 
 
 @app.command(epilog="Example: kvd-ctl ping --timeout 0.5")
@@ -442,6 +468,46 @@ def doctor(
         raise typer.Exit(1)
 
 
+@keys_app.command("new", epilog="Example: kvd-ctl keys new server --server")
+def keys_new(
+    name: KeyName,
+    directory: KeyDirectory,
+    is_server: Annotated[bool, typer.Option("--server", help="It is to be kvd's own.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a key, and tell what to configure for it."""
+    with _failures():
+        keys.new(name, directory.absolute(), is_server=is_server, as_json=as_json)
+
+
+@keys_app.command("list", epilog="Example: kvd-ctl keys list --json | jq '.clients[].name'")
+def keys_list(
+    directory: KeyDirectory,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """List the keys that lie here and, where kvd answers, those that it lets in."""
+    with _failures():
+        keys.list_all(directory, _allowed(endpoint, timeout), as_json=as_json)
+
+
+@keys_app.command("show", epilog="Example: kvd-ctl keys show engine-1")
+def keys_show(name: KeyName, directory: KeyDirectory, as_json: Json = False) -> None:
+    """Print the half of a key that everybody may see."""
+    with _failures():
+        keys.show(name, directory, as_json=as_json)
+
+
+def _allowed(endpoint: str | None, timeout: float) -> tuple[ClientStatus, ...]:
+    """Who may come over TCP; nobody where kvd does not answer."""
+    try:
+        with _client(endpoint, timeout) as client:
+            return client.status().clients
+    except typer.Exit:
+        return ()
+
+
 def _settings(config: Path | None, endpoint: str | None) -> Config:
     """As a daemon would have them: what the file says comes first."""
     settings = load(find(str(config)) if config else None, os.environ).config
@@ -480,6 +546,8 @@ def _failures() -> Iterator[None]:
 
 def _check_listening(endpoint: str) -> None:
     """Raises DaemonUnavailable at once where nobody listens: a client would wait for a start."""
+    if not endpoint.startswith("ipc://"):
+        return
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

@@ -23,7 +23,17 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 # What a daemon goes by from its start to its end, keys and whole sections. All else may change.
 AT_START = frozenset(
-    {"endpoint", "directory", "data_directory", "hang_seconds", "tiers", "limits.request_bytes"}
+    {
+        "endpoint",
+        "directory",
+        "data_directory",
+        "hang_seconds",
+        "ipc",
+        "limits.request_bytes",
+        "operator",
+        "tcp",
+        "tiers",
+    }
 )
 # Of a plugin's keys, those whose value is nobody's business.
 SECRETS = ("password", "secret", "token")

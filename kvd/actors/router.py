@@ -1,6 +1,6 @@
-"""Router: the ROUTER socket; from frames to requests and back.
+"""Router: from the frames of its sockets to requests and back.
 
-The socket is read until it is empty in a callback of the event loop, and each request is answered
+A socket is read until it is empty in a callback of the event loop, and each request is answered
 there and then; only what must wait becomes a task. Measured, 8 clients: two to three times the
 requests per second of a task or a mailbox per request.
 """
@@ -12,14 +12,16 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import zmq
+from msgspec.structs import replace
 
 import kvd
+from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
 from kvd.actors.inspection import explained, listed
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.signal import Signal
@@ -27,9 +29,7 @@ from kvd.actors.status import lease_status, namespace_status, pin_status
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs, tokens_in
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
-from kvd.protocol.endpoint import socket_path
 from kvd.protocol.errors import (
-    ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
     KvdError,
@@ -47,6 +47,7 @@ from kvd.protocol.messages import (
     AttachRequest,
     CheckpointReply,
     CheckpointRequest,
+    ClientStatus,
     ConfigReply,
     ConfigRequest,
     DetachRequest,
@@ -79,19 +80,15 @@ if TYPE_CHECKING:
     from kvd.actors.scrubber import Scrubber
     from kvd.actors.sequences import Sequences
     from kvd.cache.leases import Lease
-    from kvd.config import Config
+    from kvd.config import ClientConfig, Config
 
 logger = logging.getLogger(__name__)
 
-# As plain numbers: pyzmq's enums cost more than what they are asked for.
-EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 # After so long other callbacks have their turn: a few busy clients keep the socket from ever being
 # empty, and what is given, waited for or swept would come to nothing.
 DRAIN_SECONDS = 0.002
 # A thousand clients that attach at once take turns with what the others ask.
 ATTACH_PAUSE_SECONDS = 0.001
-# So many requests of one connection wait here; more wait where they are sent.
-QUEUED_REQUESTS = 16
 
 _WITHOUT_SESSION = (
     AttachRequest,
@@ -108,7 +105,7 @@ _WITHOUT_SESSION = (
 
 
 class Router:
-    """One endpoint. Sessions are known by their connection, which a client cannot forge.
+    """All endpoints. Sessions are known by their connection, which a client cannot forge.
 
     Everything here runs on one event loop, and nothing between two awaits is interrupted: the
     session table and the manager's state need no lock. While it `is_draining`, who has no session
@@ -126,16 +123,16 @@ class Router:
         reloader: Reloader,
         epoch: int,
         header: Path,
-        listener: int | None,
+        listeners: Mapping[str, int],
     ) -> None:
-        """`listener` is a socket at the endpoint that somebody else made, and keeps."""
+        """`listeners` are sockets, by their endpoints, that somebody else made, and keeps."""
         self._config = config
-        self._listener = listener
         self._manager = manager
         self._mover = mover
         self._scrubber = scrubber
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
+        self._doors = Doors(config, self.counters, listeners)
         self._verbs = Verbs(
             config.limits, manager, mover, sequences, sessions, epoch, self.counters
         )
@@ -159,14 +156,14 @@ class Router:
     # --- life ---
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve the endpoint until close(); raises ConfigError where it cannot be bound."""
+        """Serve the endpoints until close(); raises ConfigError where one cannot be bound."""
         self._loop = asyncio.get_running_loop()
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as self._socket:
-            self._bind()
+        with self._doors.open():
             try:
-                self._loop.add_reader(self._socket.fileno(), self._drain)
+                for door in self._doors:
+                    self._loop.add_reader(door.socket.fileno(), self._drain, door)
                 # The descriptor tells of changes alone: what came before is read now.
-                self._loop.call_soon(self._drain)
+                self._look_again()
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._sweep)
                     tasks.start_soon(self._attach_in_turn)
@@ -176,20 +173,23 @@ class Router:
                     tasks.cancel_scope.cancel()
             finally:
                 self._is_closing = True
-                self._loop.remove_reader(self._socket.fileno())
+                for door in self._doors:
+                    self._loop.remove_reader(door.socket.fileno())
                 for _, _, later, _ in self._later:
                     later.close()
-                if self._listener is None:
-                    socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
 
     async def pulse(self) -> None:
-        """Return when the socket has been read once more; never, where it is not served."""
-        self._loop.call_soon(self._drain)
+        """Return when requests have been looked for once more; never, where they are not."""
+        self._look_again()
         await self._drained.wait()
 
     def configure(self, config: Config) -> None:
-        """Go by another configuration."""
+        """Go by another configuration; whose key opens something else now has to attach anew."""
         self._config, self._verbs.limits = config, config.limits
+        self._doors.configure(config)
+        for session in list(self._sessions):
+            if session.access != self._doors.access(session.identity):
+                self._end(session)
         self._configured.set()
 
     def close(self) -> None:
@@ -221,49 +221,35 @@ class Router:
             if session is not None:
                 session.num_waiting -= 1
         # Sending can swallow the news of requests: look for them.
-        self._loop.call_soon(self._drain)
+        self._look_again()
 
-    def _bind(self) -> None:
-        path = socket_path(self._config.resolved_endpoint)
-        if path.exists() and not path.is_socket():  # ZeroMQ would remove it
-            raise ConfigError(f"{path} is there and is no socket: choose another endpoint")
-        if self._listener is not None:
-            self._socket.setsockopt(zmq.USE_FD, self._listener)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._config.limits.request_bytes)
-        try:
-            self._socket.bind(f"ipc://{path}")
-        except zmq.ZMQError as error:
-            raise ConfigError(f"{path} cannot be bound: {error.strerror}") from error
-        if self._listener is None:
-            path.chmod(0o660)
+    def _look_again(self) -> None:
+        for door in self._doors:
+            self._loop.call_soon(self._drain, door)
 
-    def _drain(self) -> None:
+    def _drain(self, door: Door) -> None:
+        self._drained.set()
         now = time.perf_counter()
         end = now + DRAIN_SECONDS
         while now < end:
-            if self._is_closing:
+            if self._is_closing or not has_more(door.socket):
                 return
-            # Cheaper than the exception that an empty socket raises.
-            if not int(self._socket.get(EVENTS)) & POLLIN:
-                self._drained.set()
-                return
-            now = self._receive(self._socket.recv_multipart(NOBLOCK), now)
-        self._drained.set()
-        self._loop.call_soon(self._drain)
+            now = self._receive(door, now)
+        self._loop.call_soon(self._drain, door)
 
     # --- requests ---
 
-    def _receive(self, frames: list[bytes], started: float) -> float:
-        """Serve a message that was begun to be read; when that is done."""
+    def _receive(self, door: Door, started: float) -> float:
+        """Read a message and serve it; when that is done."""
+        frames = door.receive()
         identity, header, *rest = frames if len(frames) > 1 else (frames[0], b"")
         try:
             request = decode_request(header)
         except KvdError as error:
             self._refuse(identity, request_id(header[:MAX_HEADER_BYTES]), error)
             return time.perf_counter()
+        if door.is_remote and request.deadline_ns:  # by a clock of its own
+            request = replace(request, deadline_ns=time.monotonic_ns() + request.deadline_ns)
         self.counters["requests"] += 1
         with request_span(type(request).__name__, request.trace):
             try:
@@ -286,6 +272,7 @@ class Router:
 
     def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> None:
         """Answer what needs no session; the verbs of a session are served by Verbs."""
+        self._doors.access(identity).check(request)
         match request:
             case AttachRequest():
                 self._line_up(identity, request)
@@ -351,8 +338,9 @@ class Router:
 
     def _send(self, identity: bytes, reply: AnyReply, *frames: bytes | memoryview) -> bool:
         """Send without blocking; False for a client that is gone or does not read."""
+        socket, name = self._doors.way_to(identity)
         try:
-            self._socket.send_multipart((identity, encode(reply), *frames), NOBLOCK)
+            socket.send_multipart((name, encode(reply), *frames), NOBLOCK)
         except zmq.ZMQError as error:  # host unreachable, or its queue is full
             self.counters["replies_undeliverable"] += 1
             logger.debug("reply %s undeliverable: %s", reply.id, error)
@@ -362,9 +350,10 @@ class Router:
     def _send_pages(self, identity: bytes, lease: Lease, answer: Answer) -> None:
         """Send page memory where it lies; its pages are held until ZeroMQ is done with it."""
         hold = self._transfers.hold(lease)
-        message: list[Any] = [identity, encode(answer.reply), *answer.frames]
+        socket, name = self._doors.way_to(identity)
+        message: list[Any] = [name, encode(answer.reply), *answer.frames]
         try:
-            tracker = self._socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
+            tracker = socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             self._transfers.let_go(hold)
             self.counters["replies_undeliverable"] += 1
@@ -419,7 +408,7 @@ class Router:
                     self._refuse(identity, request.id, error)
                 except Exception:
                     self._fail(identity, request)
-                self._loop.call_soon(self._drain)
+                self._look_again()
                 await anyio.sleep(ATTACH_PAUSE_SECONDS)
 
     def _attach(self, identity: bytes, request: AttachRequest) -> AttachReply:
@@ -435,8 +424,11 @@ class Router:
         for old in olds:
             if old is not None:
                 self._end(old)
-        session = self._sessions.attach(identity, request.client, request.pid)
-        logger.info("session %s of %s (pid %s)", session.name, request.client, request.pid)
+        access = self._doors.access(identity)
+        session = self._sessions.attach(identity, request.client, request.pid, access)
+        if (client := access.client) is not None:
+            self._manager.state.bound_session(session.id, client.reserved_fraction)
+        logger.info("session %s of %s (pid %s)", session.name, session.client, request.pid)
         return AttachReply(
             id=request.id,
             epoch=self._epoch,
@@ -508,7 +500,7 @@ class Router:
                 for identity, request in asked:
                     reply = CheckpointReply(id=request.id, epoch=self._epoch, num_blocks=num_blocks)
                     self._send(identity, reply)
-            self._loop.call_soon(self._drain)
+            self._look_again()
 
     async def _reload(self, request: ReloadRequest) -> Answer:
         done = await self._reloader.reload()
@@ -544,6 +536,7 @@ class Router:
             sessions=tuple(self._session_status(session) for session in self._sessions),
             counters=dict(self.counters) | dict(self._manager.state.counters),
             is_draining=self.is_draining,
+            clients=tuple(self._client_status(client) for client in self._config.clients),
         )
 
     def _session_status(self, session: Session) -> SessionStatus:
@@ -561,6 +554,10 @@ class Router:
             p50,
             p99,
         )
+
+    def _client_status(self, client: ClientConfig) -> ClientStatus:
+        num_sessions = self._sessions.count_of(client)
+        return ClientStatus(client.name, client.key, client.verbs, num_sessions)
 
     def _leases(self, request: LeasesRequest) -> LeasesReply:
         clients = {session.id: session.client for session in self._sessions}

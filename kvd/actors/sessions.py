@@ -14,7 +14,8 @@ from kvd.arena.membership import create_session_file, lock_unheld, remove_locked
 from kvd.protocol.errors import LimitExceeded, NotAttached, TierFailed
 
 if TYPE_CHECKING:
-    from kvd.config import Config, LimitConfig, SessionConfig
+    from kvd.actors.access import Access
+    from kvd.config import ClientConfig, Config, LimitConfig, SessionConfig
 
 
 # A session's latency is that of so many of its last requests.
@@ -25,7 +26,8 @@ NUM_TIMED = 256
 class Session:
     """One attached client. `identity` is its connection; `secret` is known to it alone.
 
-    `silent_seconds` are as they were when it attached and heard how often to speak.
+    `client` is what it calls itself, or the name of its key. `silent_seconds` are as they were when
+    it attached and heard how often to speak.
     """
 
     id: int
@@ -33,6 +35,7 @@ class Session:
     client: str
     pid: int
     secret: str
+    access: Access
     silent_seconds: float
     maps: bool = False
     last_seen: float = field(default_factory=time.monotonic)
@@ -94,13 +97,18 @@ class SessionTable:
     def path(self, session: int) -> Path:
         return self.directory / f"{session_name(session)}.session"
 
-    def attach(self, identity: bytes, client: str, pid: int) -> Session:
+    def attach(self, identity: bytes, client: str, pid: int, access: Access) -> Session:
         """Open a session for a connection that has none."""
         if len(self._by_identity) >= self._limits.sessions:
             raise LimitExceeded(f"all {self._limits.sessions} sessions are in use")
+        if (known := access.client) is not None:
+            client = known.name
+            if self.count_of(known) >= known.sessions:
+                raise LimitExceeded(f"all {known.sessions} sessions of {client} are in use")
         number = secrets.randbits(63) | 1
         secret = f"{session_name(number)}-{secrets.token_hex(16)}"
-        session = Session(number, identity, client, pid, secret, self._config.silent_seconds)
+        silent = self._config.silent_seconds
+        session = Session(number, identity, client, pid, secret, access, silent)
         try:
             create_session_file(self.path(session.id))
         except OSError as error:
@@ -115,6 +123,10 @@ class SessionTable:
             raise NotAttached("this connection has no session: attach first")
         session.last_seen = time.monotonic()
         return session
+
+    def count_of(self, client: ClientConfig) -> int:
+        """How many sessions whoever has this key has."""
+        return sum(session.access.client == client for session in self)
 
     def find(self, identity: bytes) -> Session | None:
         return self._by_identity.get(identity)

@@ -19,11 +19,14 @@ from kvd.arena.membership import is_held
 from kvd.protocol.codec import TOKEN_BYTES, failure
 from kvd.protocol.errors import (
     BadRequest,
+    Forbidden,
     KvdError,
     LimitExceeded,
     NotAttached,
     OutOfPages,
     SessionLockMissing,
+    UnknownNamespace,
+    UnknownSequence,
     Unsupported,
 )
 from kvd.protocol.messages import (
@@ -37,8 +40,10 @@ from kvd.protocol.messages import (
     DiscardReply,
     DiscardRequest,
     DoneReply,
+    DropItem,
     DropReply,
     DropRequest,
+    DropResult,
     ExtendItem,
     ExtendRequest,
     Failure,
@@ -53,8 +58,10 @@ from kvd.protocol.messages import (
     MatchResult,
     OpenReply,
     OpenRequest,
+    PinItem,
     PinReply,
     PinRequest,
+    PinResult,
     PrefetchRequest,
     ReleaseRequest,
     ReserveItem,
@@ -67,6 +74,7 @@ from kvd.protocol.messages import (
     SaveRequest,
     SequencesReply,
     SequencesRequest,
+    SequenceStatus,
     Shortage,
     StoreRequest,
     UnpinReply,
@@ -165,20 +173,21 @@ class Verbs:
             case PinRequest():
                 return self._pin(session, request, frames)
             case DropRequest():
-                return self._drop(request, frames)
+                return self._drop(session, request, frames)
             case SaveRequest():
                 return self._save(session, request, frames)
             case ResumeRequest():
-                return self._resume(request)
+                return self._resume(session, request)
             case DiscardRequest():
-                return self._discard(request)
+                return self._discard(session, request)
             case SequencesRequest():
-                return self._list(request)
+                return self._list(session, request)
             case OpenRequest():
                 return self._open(session, request)
             case UnpinRequest():
                 self._check_batch(request.pins)
-                count = self._manager.unpin(request.owner or session.client, request.pins)
+                owner = self._owner(session, request)
+                count = self._manager.unpin(owner, request.pins)
                 return Answer(UnpinReply(id=request.id, epoch=self._epoch, num_pins=count))
             case HeartbeatRequest():
                 # What it held before a reload it may hold on.
@@ -208,6 +217,8 @@ class Verbs:
     async def _open(self, session: Session, request: OpenRequest) -> Answer:
         if request.group or request.keyed:
             raise Unsupported("groups and keyed namespaces are not served by this version")
+        if not session.access.may_open(request.identity.model, request.salt):
+            raise Forbidden(f"namespaces of this model and salt are not for {session.client}")
         lock = self._sessions.path(session.id)
         if request.maps and not await anyio.to_thread.run_sync(is_held, lock):
             raise SessionLockMissing(f"take a shared lock on {lock} before mapping an arena")
@@ -414,23 +425,37 @@ class Verbs:
     # --- pins and drops ---
 
     def _pin(self, session: Session, request: PinRequest, frames: Sequence[bytes]) -> Answer:
-        results = [
-            self._tried(self._manager.pin, item, item.owner or session.client, tokens)
-            for item, tokens in self._with_tokens(request.items, frames)
-        ]
+        def pin(item: PinItem, tokens: bytes) -> PinResult:
+            self._check_namespace(session, item.namespace)
+            return self._manager.pin(item, self._owner(session, item), tokens)
+
+        results = [self._tried(pin, *each) for each in self._with_tokens(request.items, frames)]
         return Answer(PinReply(id=request.id, epoch=self._epoch, results=tuple(results)))
 
-    def _drop(self, request: DropRequest, frames: Sequence[bytes]) -> Later:
-        results = [
-            self._tried(self._manager.drop, *each)
-            for each in self._with_tokens(request.items, frames)
-        ]
+    def _drop(self, session: Session, request: DropRequest, frames: Sequence[bytes]) -> Later:
+        def drop(item: DropItem, tokens: bytes) -> DropResult:
+            self._check_namespace(session, item.namespace)
+            return self._manager.drop(item, tokens)
+
+        results = [self._tried(drop, *each) for each in self._with_tokens(request.items, frames)]
         return self._dropped(request, results)
 
     async def _dropped(self, request: DropRequest, results: list[Any]) -> Answer:
         """Answered when it is so for good."""
         await self._manager.settle()
         return Answer(DropReply(id=request.id, epoch=self._epoch, results=tuple(results)))
+
+    def _owner(self, session: Session, named: PinItem | UnpinRequest) -> str:
+        """Whose pins are meant: only an operator's may be another's."""
+        if named.owner not in ("", session.client) and not session.access.is_operator:
+            raise Forbidden("the pins of others are the operators' affair")
+        return named.owner or session.client
+
+    def _check_namespace(self, session: Session, number: int) -> None:
+        """Of a namespace that it may not open, a client learns nothing, as if there were none."""
+        space = self._manager.state.namespaces.get(number)
+        if space is not None and not session.access.may_open(space.identity.model, space.salt):
+            raise UnknownNamespace(f"there is no namespace {number}")
 
     # --- sequences ---
 
@@ -449,7 +474,9 @@ class Verbs:
         generation = await self._sequences.save(namespace, request, tokens, tail)
         return Answer(SaveReply(id=request.id, epoch=self._epoch, generation=generation))
 
-    async def _resume(self, request: ResumeRequest) -> Answer:
+    async def _resume(self, session: Session, request: ResumeRequest) -> Answer:
+        if not self._known_sequences(session, request):
+            raise UnknownSequence(f"no sequence {request.sequence!r} is saved in this namespace")
         saved = await self._sequences.resume((request.namespace_key, request.sequence))
         reply = ResumeReply(
             id=request.id,
@@ -460,13 +487,14 @@ class Verbs:
         )
         return Answer(reply, (saved.content.tokens, saved.content.tail))
 
-    async def _discard(self, request: DiscardRequest) -> Answer:
+    async def _discard(self, session: Session, request: DiscardRequest) -> Answer:
         key = (request.namespace_key, request.sequence)
-        was_there = await self._sequences.discard(key, request.generation)
+        is_known = bool(self._known_sequences(session, request))
+        was_there = is_known and await self._sequences.discard(key, request.generation)
         return Answer(DiscardReply(id=request.id, epoch=self._epoch, was_there=was_there))
 
-    def _list(self, request: SequencesRequest) -> Answer:
-        found = self._sequences.listed(request.namespace_key, request.sequence)
+    def _list(self, session: Session, request: SequencesRequest) -> Answer:
+        found = self._known_sequences(session, request)
         return Answer(
             SequencesReply(
                 id=request.id,
@@ -475,6 +503,13 @@ class Verbs:
                 num_sequences=len(found),
             )
         )
+
+    def _known_sequences(
+        self, session: Session, request: ResumeRequest | DiscardRequest | SequencesRequest
+    ) -> list[SequenceStatus]:
+        """Those that a request names, of namespaces that the client may open."""
+        found = self._sequences.listed(request.namespace_key, request.sequence)
+        return [each for each in found if session.access.may_open(each.model, each.salt)]
 
     # --- what the verbs share ---
 

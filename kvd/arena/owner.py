@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -49,14 +50,15 @@ class OwnerLock:
             self._fd = -1
 
 
-def make_directory(path: Path, mode: int) -> None:
-    """Make a directory where there is nothing yet; raises ConfigError where that cannot be."""
+def make_directory(path: Path, mode: int) -> bool:
+    """Make a directory where there is nothing yet, and say so; raises ConfigError."""
     try:
         path.mkdir(mode=mode, parents=True)
     except FileExistsError:
-        pass
+        return False
     except OSError as error:
         raise ConfigError(f"{path} cannot be made: {error.strerror}") from error
+    return True
 
 
 def private_directory(path: Path, mode: int = 0o750) -> None:
@@ -65,3 +67,22 @@ def private_directory(path: Path, mode: int = 0o750) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(f"{path} is not a directory that belongs to user {os.geteuid()}")
+
+
+def give(path: Path, group: str) -> None:
+    """Give a path of ours to a group; raises ConfigError."""
+    try:
+        shutil.chown(path, group=group)
+    except LookupError as error:
+        raise ConfigError(f"there is no group {group!r}: set ipc.group") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be given to group {group!r}: {error.strerror}: set ipc.group"
+        ) from error
+
+
+def share(path: Path, group: str, mode: int) -> None:
+    """Give a path of ours to a group, unless that is empty, and set its mode."""
+    if group:
+        give(path, group)
+    path.chmod(mode)

@@ -71,6 +71,7 @@ class CacheState(Namespaces):
         super().__init__(capacity_bytes, config, limits, stores)
         self.leases = LeaseTable(num_slots)
         self._reserved_bytes: Counter[int] = Counter()
+        self._reserved_fractions: dict[int, float] = {}
 
     # --- match and fork ---
 
@@ -301,8 +302,10 @@ class CacheState(Namespaces):
     def _num_reservable(self, lease: Lease, needed: int) -> int:
         """How many pages the lease's session may still reserve; raises OutOfPages for too few."""
         page_bytes = lease.namespace.arena.layout.page_bytes
-        most = int(self.limits.session_reserved_fraction * self.memory.capacity_bytes)
-        reserved = self._reserved_bytes[lease.session]
+        session, usual = lease.session, self.limits.session_reserved_fraction
+        fraction = self._reserved_fractions.get(session, usual)
+        most = int(fraction * self.memory.capacity_bytes)
+        reserved = self._reserved_bytes[session]
         count = (most - reserved) // page_bytes
         if needed > count:
             shortage = self.memory.shortage(lease.namespace, needed)
@@ -430,6 +433,10 @@ class CacheState(Namespaces):
         space.sessions.discard(session)
         return plan
 
+    def bound_session(self, session: int, reserved_fraction: float) -> None:
+        """Have a session hold so much of the capacity in uncommitted pages, and not the usual."""
+        self._reserved_fractions[session] = reserved_fraction
+
     def end_session(self, session: int) -> Plan:
         """End a session's leases. Its reserved pages are quarantined: it could still write them."""
         plan: Plan = []
@@ -445,6 +452,7 @@ class CacheState(Namespaces):
             self._end(lease, plan)
         self.leases.forget_session(session)
         self._reserved_bytes.pop(session, None)
+        self._reserved_fractions.pop(session, None)
         for space in self.namespaces.values():
             space.sessions.discard(session)
         return plan

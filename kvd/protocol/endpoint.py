@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from kvd.protocol.errors import ConfigError
 
 SYSTEM_SOCKET = Path("/run/kvd.sock")
+MAX_PORT = 65_535
 MAX_IPC_PATH = 107  # sun_path holds 108 bytes, the last one zero
 
 
@@ -43,13 +45,26 @@ def client_endpoint() -> str:
     return endpoint
 
 
+def is_remote(endpoint: str) -> bool:
+    """Whether this is TCP: another machine, perhaps, with other memory and another clock.
+
+    Refuses one without address and port (ConfigError).
+    """
+    if not endpoint.startswith("tcp://"):
+        return False
+    _, _, port = endpoint.rpartition(":")
+    if not re.fullmatch(r"tcp://[^/\s]+:\d+", endpoint) or int(port) > MAX_PORT:
+        raise ConfigError(f"endpoint {endpoint!r} is not tcp:// with an address and a port")
+    return True
+
+
 def socket_path(endpoint: str) -> Path:
     """The file of an ipc endpoint; refuses what ZeroMQ could not bind (ConfigError)."""
     kind, _, name = endpoint.partition("://")
     if kind != "ipc" or not name.startswith("/"):
         raise ConfigError(
             f"endpoint {endpoint!r} is not ipc:// with an absolute path; "
-            "other transports need keys and are not served yet"
+            "TCP needs keys, and is served beside it: see tcp.endpoint"
         )
     if len(os.fsencode(name)) > MAX_IPC_PATH:
         raise ConfigError(

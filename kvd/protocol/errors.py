@@ -38,6 +38,12 @@ class NotAttached(KvdError):
     code = "not_attached"
 
 
+class Forbidden(KvdError):
+    """Raised when a client asks what it may not, there or with its key."""
+
+    code = "forbidden"
+
+
 class StaleEpoch(KvdError):
     """Raised when a request carries the epoch of an earlier daemon start."""
 

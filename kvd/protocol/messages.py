@@ -68,8 +68,9 @@ class Request(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unkn
     """The envelope of every request.
 
     `id` comes back in the reply; NO_REPLY asks for none where the answer would only be "done".
-    `deadline_ns` is absolute on the machine's CLOCK_MONOTONIC, 0 for none. `epoch` is the daemon
-    start the client speaks to, 0 before it knows. `trace` is a W3C traceparent or empty.
+    `deadline_ns` is absolute on the machine's CLOCK_MONOTONIC, 0 for none; over TCP, where clocks
+    differ, it counts from the receipt. `epoch` is the daemon start the client speaks to, 0 before
+    it knows. `trace` is a W3C traceparent or empty.
     """
 
     id: Unsigned
@@ -747,6 +748,15 @@ class SessionStatus(Struct, frozen=True, omit_defaults=True):
     request_p99_us: int = 0
 
 
+class ClientStatus(Struct, frozen=True):
+    """A client that may come by TCP with its key, and how many sessions it has."""
+
+    name: str
+    key: str
+    verbs: tuple[str, ...]
+    num_sessions: int
+
+
 class StatusReply(Reply, frozen=True, tag="status"):
     """How it stands; while `is_draining`, it takes no new sessions."""
 
@@ -759,6 +769,7 @@ class StatusReply(Reply, frozen=True, tag="status"):
     sessions: tuple[SessionStatus, ...]
     counters: dict[str, int]
     is_draining: bool = False
+    clients: tuple[ClientStatus, ...] = ()
 
 
 class CheckpointReply(Reply, frozen=True, tag="checkpointed"):

@@ -328,7 +328,7 @@ def make_environment(folder: Path, layout: Layout, data_bytes: int, volume: Volu
         folder.mkdir(mode=0o700)
         with _told_as_ours(folder):
             # Not yet by a writable map: its file has no room before it grows.
-            lmdb.open(str(folder), lib_version=0, lock=False).close()
+            lmdb.open(str(folder), mode=0o600, lib_version=0, lock=False).close()
         volume.begin(folder / DATA, LEAST_BYTES)
         write_durably(folder / MARK, Mark(clean=True, boot=boot_id().hex(), synced=True))
         write_durably(folder / DESCRIPTION, description)

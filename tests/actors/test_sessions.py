@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.actors.access import EVERYTHING
 from kvd.actors.sessions import SessionTable, remove_swept, sweep
 from kvd.arena.membership import SessionLock
 from kvd.config import LimitConfig, SessionConfig
@@ -22,7 +23,7 @@ def table(tmp_path: Path) -> SessionTable:
 
 
 def test_a_connection_has_a_session_from_attach_to_end(table: SessionTable) -> None:
-    session = table.attach(b"a", "engine", 7)
+    session = table.attach(b"a", "engine", 7, EVERYTHING)
     assert table.get(b"a") is table.find(b"a") is table.known_as(session.secret) is session
     assert list(table) == [session]
     table.end(session)
@@ -33,21 +34,21 @@ def test_a_connection_has_a_session_from_attach_to_end(table: SessionTable) -> N
 
 
 def test_ids_are_random_and_never_zero(table: SessionTable) -> None:
-    ids = {table.attach(bytes([number]), "", 0).id for number in range(3)}
+    ids = {table.attach(bytes([number]), "", 0, EVERYTHING).id for number in range(3)}
     assert len(ids) == 3
     assert all(ids)
 
 
 def test_sessions_are_bounded(table: SessionTable) -> None:
-    sessions = [table.attach(bytes([number]), "", 0) for number in range(3)]
+    sessions = [table.attach(bytes([one]), "", 0, EVERYTHING) for one in range(3)]
     with pytest.raises(LimitExceeded, match="all 3 sessions"):
-        table.attach(b"x", "", 0)
+        table.attach(b"x", "", 0, EVERYTHING)
     table.end(sessions[0])
-    table.attach(b"x", "", 0)
+    table.attach(b"x", "", 0, EVERYTHING)
 
 
 def test_silent_are_those_without_a_mapping_that_were_not_heard(table: SessionTable) -> None:
-    silent, mapping, heard = (table.attach(bytes([number]), "", 0) for number in range(3))
+    silent, mapping, heard = (table.attach(bytes([one]), "", 0, EVERYTHING) for one in range(3))
     mapping.maps = True
     now = time.monotonic()
     silent.last_seen = mapping.last_seen = now - 11
@@ -58,7 +59,7 @@ def test_silent_are_those_without_a_mapping_that_were_not_heard(table: SessionTa
 
 
 def test_watched_are_those_that_map_and_those_that_ended(table: SessionTable) -> None:
-    plain, mapping, ended = (table.attach(bytes([number]), "", 0) for number in range(3))
+    plain, mapping, ended = (table.attach(bytes([one]), "", 0, EVERYTHING) for one in range(3))
     mapping.maps = True
     table.end(ended)
     assert table.watched().keys() == {mapping.id, ended.id}
@@ -74,7 +75,7 @@ def swept(table: SessionTable) -> list[int]:
 
 
 def test_a_sweep_finds_those_of_whom_no_process_is_left(table: SessionTable) -> None:
-    held, left = (table.attach(bytes([number]), "", 0) for number in range(2))
+    held, left = (table.attach(bytes([number]), "", 0, EVERYTHING) for number in range(2))
     held.maps = left.maps = True
     lock = SessionLock(str(table.path(held.id)))
     assert swept(table) == [left.id]
@@ -88,7 +89,7 @@ def test_a_sweep_finds_those_of_whom_no_process_is_left(table: SessionTable) -> 
 
 def test_a_session_is_found_gone_again_until_its_file_is_removed(table: SessionTable) -> None:
     """What it held may not have been freed when the daemon was killed."""
-    left = table.attach(b"a", "", 0)
+    left = table.attach(b"a", "", 0, EVERYTHING)
     fds = sweep({left.id: table.path(left.id)})
     again = SessionTable(table.directory, SessionConfig(), LimitConfig())
     again.begin()
@@ -101,7 +102,7 @@ def test_a_session_is_found_gone_again_until_its_file_is_removed(table: SessionT
 def test_what_an_earlier_epoch_left_is_watched_until_its_processes_are_gone(
     table: SessionTable,
 ) -> None:
-    old = table.attach(b"a", "", 0)
+    old = table.attach(b"a", "", 0, EVERYTHING)
     lock = SessionLock(str(table.path(old.id)))
     again = SessionTable(table.directory, SessionConfig(), LimitConfig())
     again.begin()

@@ -78,9 +78,12 @@ R = TypeVar("R", bound=AnyReply)
 class Wire:
     """One connection. Ids of requests count up; everything else is the test's."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, **options: Any) -> None:
+        """`options` are the socket's, by their names in pyzmq."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        for name, value in options.items():
+            setattr(self._socket, name, value)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.RCVHWM, 10)
         self._socket.setsockopt(zmq.SNDHWM, 100)
@@ -104,6 +107,11 @@ class Wire:
         if self.lock is not None:
             self.lock.close()
         self._socket.close()
+        self._context.term()
+
+    def vanish(self) -> None:
+        """End the connection without a word."""
+        self._socket.close(0)
         self._context.term()
 
     # --- frames ---

@@ -13,6 +13,7 @@ from kvd.arena.membership import create_session_file, is_held
 from kvd.protocol.codec import decode_request, encode
 from kvd.protocol.errors import (
     DaemonUnavailable,
+    Forbidden,
     KvdError,
     LeaseEnded,
     NotAttached,
@@ -172,6 +173,28 @@ def test_a_session_that_the_daemon_does_not_know_is_over(daemon: Daemon, how: st
     assert daemon.core.living == {}
     assert daemon.attach(epoch=2).previous == "1"
     assert daemon.core.link is Link.ATTACHED
+
+
+def test_a_session_whose_heartbeat_is_forbidden_is_over_and_another_verb_ends_none(
+    daemon: Daemon,
+) -> None:
+    daemon.attach()
+    daemon.refuse(ask(daemon.core).id, Forbidden("status is not for you"))
+    assert daemon.core.link is Link.ATTACHED
+    daemon.refuse(daemon.probe().id, Forbidden("your key was taken out"))
+    assert daemon.core.session is None
+
+
+def test_a_call_says_another_machine_how_long_it_waits() -> None:
+    call = Call(StatusRequest(id=1, deadline_ns=time.monotonic_ns() + 10**9))
+    call.count_deadline_from_now()
+    assert 0 < decode_request(call.frames[0]).deadline_ns <= 10**9
+
+
+def test_without_a_deadline_a_call_waits_for_another_machine_too() -> None:
+    call = Call(StatusRequest(id=1))
+    call.count_deadline_from_now()
+    assert decode_request(call.frames[0]).deadline_ns == 0
 
 
 def test_a_refusal_to_attach_is_kept_until_it_attaches(daemon: Daemon) -> None:

@@ -12,14 +12,18 @@ import pytest
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import Client
-from kvd_ctl.__main__ import app
+from kvd_ctl.__main__ import app, keys_app
 from tests.ctl.conftest import Done, run, run_here
 from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of, with_store
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon
 
-COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands]
+COMMANDS = [
+    f"{prefix}{command.name or command.callback.__name__}"
+    for prefix, commands in (("", app), ("keys ", keys_app))
+    for command in commands.registered_commands
+]
 TOKENS = tokens_of(1, 4)
 PROMPT = "prompt.json"
 # What the examples take for granted, in their order; not those that change the machine.
@@ -46,7 +50,7 @@ def example_of(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str) -> None:
-    done = run_here(command, "--help")
+    done = run_here(*command.split(), "--help")
     assert done.exit_code == 0
     assert f"Example: kvd-ctl {command}" in done.stdout
 
@@ -87,7 +91,7 @@ def test_a_frozen_daemon_is_waited_for_as_long_as_told(daemon: RunningDaemon) ->
 
 
 def test_an_endpoint_that_cannot_be_is_one_line() -> None:
-    assert "tcp://localhost:1" in complaint(run("ping", "--endpoint", "tcp://localhost:1"))
+    assert "udp://localhost:1" in complaint(run("ping", "--endpoint", "udp://localhost:1"))
 
 
 @pytest.mark.parametrize(

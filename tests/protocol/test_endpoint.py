@@ -15,6 +15,7 @@ from kvd.protocol.endpoint import (
     client_endpoint,
     default_endpoint,
     is_default,
+    is_remote,
     socket_path,
 )
 from kvd.protocol.errors import ConfigError
@@ -128,3 +129,17 @@ def test_a_path_is_measured_in_bytes_and_not_in_letters() -> None:
 def test_what_is_no_absolute_ipc_path_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="absolute path"):
         socket_path(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [("ipc:///run/kvd.sock", False), ("tcp://host:7654", True), ("tcp://[::1]:7654", True)],
+)
+def test_tcp_is_remote(endpoint: str, expected: bool) -> None:
+    assert is_remote(endpoint) == expected
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://", "tcp://host", "tcp://host:", "tcp://host:70000"])
+def test_tcp_has_an_address_and_a_port(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="an address and a port"):
+        is_remote(endpoint)
