@@ -217,7 +217,7 @@ async def test_it_serves_a_socket_that_it_is_given_and_leaves_it(
 ) -> None:
     for _ in range(2):
         given = {f"ipc://{shm}/kvd.sock": os.dup(listener.fileno())}
-        async with Daemon(config(shm), given) as daemon:
+        async with Daemon(config(shm), listeners=given) as daemon:
             assert await serves(daemon)
         assert (shm / "kvd.sock").is_socket()
     assert not (shm / "kvd.sock.lock").exists()
@@ -228,7 +228,7 @@ async def test_a_socket_that_listens_elsewhere_is_refused(
     listener: socket.socket,
 ) -> None:
     with pytest.raises(ConfigError, match=r"other\.sock"):
-        Daemon(config(shm), {f"ipc://{shm}/other.sock": listener.fileno()})
+        Daemon(config(shm), listeners={f"ipc://{shm}/other.sock": listener.fileno()})
 
 
 # --- a start that fails ---

@@ -128,13 +128,13 @@ class Doors:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Bind them; raises ConfigError where one cannot be."""
-        config = self._config
+        endpoint, for_operators = self._config.resolved_endpoint, self._config.operator.endpoint
         with ExitStack() as stack:
             context = stack.enter_context(zmq.Context())
-            stack.enter_context(self._open_ipc(context, ANYBODY, config.resolved_endpoint))
-            if endpoint := config.operator.endpoint:
-                stack.enter_context(self._open_ipc(context, OPERATOR, endpoint))
-            if config.tcp.endpoint:
+            stack.enter_context(self._open_ipc(context, ANYBODY, endpoint))
+            if for_operators:
+                stack.enter_context(self._open_ipc(context, OPERATOR, for_operators))
+            if self._config.tcp.endpoint:
                 stack.enter_context(self._open_tcp())
             yield
 

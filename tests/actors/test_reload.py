@@ -54,6 +54,7 @@ CHANGES: dict[str, Any] = {
     "log.level": "debug",
     "log.format": "json",
     "quotas": [{"max_bytes": 1 << 20}],
+    "clients": [{"name": "engine", "key": "k" * 40, "salts": ["a"]}],
 }
 
 
