@@ -348,12 +348,12 @@ class Manager:
 
     def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
         """The answer to a match; `came` are blocks that were read for it, by tier."""
-        lease, space = match.lease, match.lease.namespace
-        self.state.count_match(lease, len(match.rows) // space.tree.row_bytes)
+        lease = match.lease
         result = self._result(lease, came or {})
         if match.lacks_more:
             pending = self.state.num_pending(lease, match.rows)
             result = msgspec.structs.replace(result, pending_tokens=pending)
+        self.state.count_match(lease, match.rows, result.tokens_by_tier, result.pending_tokens)
         return result
 
     def fork(self, session: int, item: ForkItem) -> tuple[Lease, MatchResult]:

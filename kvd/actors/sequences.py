@@ -169,6 +169,9 @@ class Sequences:
         self._copying = anyio.Lock()
         self._disk = Patience("the disk of saved sequences")
 
+    def __len__(self) -> int:
+        return len(self._table)
+
     async def begin(self, hang_seconds: float = math.inf) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too.
 

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
+from kvd.cache.evicted import Evicted
 from kvd.cache.plan import Back, Freed, Plan, Unback
 from kvd.cache.radix import MEMORY
 from kvd.protocol.codec import TOKEN_BYTES
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from kvd.config import CacheConfig
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
+
+# For pages of the same layout, for those of another, above the watermark, or above a capacity that
+# is smaller than an earlier start's.
+EvictionReason: TypeAlias = Literal["room", "layout", "watermark", "capacity"]
 
 # Moving an extent costs its zeroing, so memory moves to a layout only from one whose coldest blocks
 # are this many times older. Models that are used alike do not take it from each other in turns.
@@ -130,6 +135,7 @@ class Memory:
         self.low_watermark = config.low_watermark
         self.arenas: dict[int, ArenaState] = {}
         self.num_touches = 0
+        self.evicted = Evicted()
         self._counters = counters
         # False while the file system has no memory, whatever the capacity says.
         self.may_back = True
@@ -199,7 +205,7 @@ class Memory:
                 return
             # No group becomes whole before all that the leaf has in it are gone.
             size = min(left, _in_last_group(victim), _allowance(victim, space))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "room", plan)
             left -= size
 
     def _move(self, space: Namespace, missing: int, plan: Plan) -> None:
@@ -219,7 +225,7 @@ class Memory:
             if self._left_bytes() >= wanted or budget <= 0 or self._age(victim) <= at_least:
                 break
             size = min(_in_last_group(victim), _allowance(victim, space))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "layout", plan)
             budget -= size * victim.arena.page_bytes
             self._unback([victim.arena], wanted, plan)
         self.begin_backing(arena, missing, plan)
@@ -286,7 +292,7 @@ class Memory:
                 break
             page_bytes = victim.arena.page_bytes
             size = min(_allowance(victim, None), int(-(-excess // page_bytes)))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "watermark", plan)
             used -= size * page_bytes
         return plan
 
@@ -296,7 +302,8 @@ class Memory:
         for victim in _coldest_first(self.spaces(), None):
             if self._left_bytes() >= 0:
                 break
-            self._shorten(victim, min(_in_last_group(victim), _allowance(victim, None)), plan)
+            size = min(_in_last_group(victim), _allowance(victim, None))
+            self._shorten(victim, size, "capacity", plan)
             self._unback([victim.arena], 0, plan)
 
     def free(self, space: Namespace, pages: Pages, plan: Plan) -> None:
@@ -319,19 +326,23 @@ class Memory:
             if left <= 0:
                 break
             size = min(left, _allowance(victim, space))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "room", plan)
             left -= size
 
-    def _shorten(self, victim: Namespace, count: int, plan: Plan) -> None:
+    def _shorten(self, victim: Namespace, count: int, reason: EvictionReason, plan: Plan) -> None:
         """Evict blocks from the end of a namespace's coldest leaf.
 
         Nobody waits for a store: what has no copy there yet is lost, and counted.
         """
         leaf = _leaf(victim)
         self._counters["blocks_evicted"] += count
+        self._counters[f"evictions_{reason}"] += count
         if any(leaf in unsaved for unsaved in victim.tree.unsaved):
             self._counters["pressure_drops"] += count
-        self.free(victim, victim.tree.cut(leaf, count).pages, plan)
+        cut = victim.tree.cut(leaf, count)
+        if cut.was_last:
+            self.evicted.add(cut.keys)
+        self.free(victim, cut.pages, plan)
 
     def _num_evictable(self, space: Namespace) -> int:
         """Blocks in the namespace's own arena that may go for it."""

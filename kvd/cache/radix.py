@@ -170,10 +170,14 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Blocks of which a tier's copy went, the last one first; pages where it was memory's."""
+    """Blocks of which a tier's copy went, the last one first; pages where it was memory's.
+
+    `was_last`: no tier has them any more.
+    """
 
     pages: Pages
     keys: list[BlockKey]
+    was_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +498,8 @@ class Tree:
         if keep and leaf.tiers != 1 << tier:
             self._split(leaf, keep)  # the leaf is its own lower part from here on
             keep = 0
-        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1])
+        was_last = leaf.tiers == 1 << tier
+        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1], was_last)
         self.counts[tier] -= num_blocks
         self.lrus[tier].shorten(num_blocks)
         if keep:
