@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.protocol.endpoint import default_endpoint, socket_path
+from kvd.protocol.endpoint import default_endpoint, local_address, socket_path
 from kvd.protocol.errors import ConfigError
 from kvd.protocol.units import ByteSize, decode_size
 
@@ -102,6 +102,16 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["text", "json"] = "text"
 
 
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`endpoint`: the address and port of /healthz, /readyz and /metrics; empty: none."""
+
+    endpoint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.endpoint:
+            local_address(self.endpoint)
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything a Daemon is made from.
 
@@ -121,6 +131,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions: SessionConfig = SessionConfig()
     limits: LimitConfig = LimitConfig()
     log: LogConfig = LogConfig()
+    http: HttpConfig = HttpConfig()
     tiers: tuple[dict[str, Any], ...] = ({"type": "host"}, {"type": "lmdb"})
     quotas: tuple[QuotaConfig, ...] = ()
 

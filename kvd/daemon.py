@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
 
+from kvd.actors.http import Http
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.patience import Patience
@@ -31,6 +32,7 @@ from kvd.arena.header import create_header
 from kvd.arena.owner import OwnerLock, make_directory, private_directory
 from kvd.cache.stores import StoreState
 from kvd.config import Config
+from kvd.metrics import Metrics
 from kvd.protocol.endpoint import is_default, socket_path
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.tiers.base import MemoryTier, StoreTier, Tier
@@ -118,10 +120,16 @@ class Daemon(AsyncContextManagerMixin):
                 self.epoch,
                 header_path,
             )
+            metrics = Metrics(self._manager, mover, router, sequences, sessions, stores)
+            watchers: list[Metrics | Http] = [metrics]
+            if self.config.http.endpoint:
+                watchers.append(
+                    Http(self.config.http.endpoint, router, self._manager, metrics.read)
+                )
             end = math.inf
             try:
                 async with create_task_group() as below:
-                    for actor in actors:
+                    for actor in (*watchers, *actors):
                         await below.start(actor.run)
                     try:
                         for actor in actors:
@@ -155,6 +163,8 @@ class Daemon(AsyncContextManagerMixin):
                         tier.close()
                         for store in stores:
                             store.close(min(end, current_time() + self.config.grace_seconds))
+                        for watcher in watchers:
+                            watcher.close()
             finally:
                 # When nothing works on it any more; each store's actor closes its own.
                 with CancelScope(shield=True):

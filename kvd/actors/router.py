@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 import zmq
@@ -58,7 +58,7 @@ from kvd.protocol.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from kvd.telemetry import request_span
+from kvd.telemetry import Timings, request_duration, request_span, request_wait, timed
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
@@ -81,6 +81,8 @@ DRAIN_SECONDS = 0.002
 ATTACH_PAUSE_SECONDS = 0.001
 # So many requests of one connection wait here; more wait where they are sent.
 QUEUED_REQUESTS = 16
+
+Phase: TypeAlias = Literal["starting", "ready", "stopping"]
 
 _WITHOUT_SESSION = (
     AttachRequest,
@@ -115,6 +117,8 @@ class Router:
         self._scrubber = scrubber
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
+        self.timings = Timings(request_duration)
+        self.phase: Phase = "starting"
         self._verbs = Verbs(
             config.limits, manager, mover, sequences, sessions, epoch, self.counters
         )
@@ -146,6 +150,7 @@ class Router:
                     tasks.start_soon(self._sweep)
                     tasks.start_soon(self._attach_in_turn)
                     tasks.start_soon(self._checkpoint)
+                    self.phase = "ready"
                     task_status.started()
                     await self._start_later(tasks)
                     tasks.cancel_scope.cancel()
@@ -156,8 +161,19 @@ class Router:
                     later.close()
                 socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether who comes is served."""
+        return self.phase == "ready" and not self._manager.trouble
+
+    @property
+    def num_attaching(self) -> int:
+        """Clients that wait for a session."""
+        return len(self._attaching)
+
     def close(self) -> None:
         """Take no more requests."""
+        self.phase = "stopping"
         self._is_closing = True
         self._stirred.set()
 
@@ -172,7 +188,8 @@ class Router:
     async def _finish(self, session: Session, request: AnyRequest, later: Later) -> None:
         """Answer a request that had to wait."""
         try:
-            answer = await later
+            with timed(request_wait, {"verb": request.verb}):
+                answer = await later
         except KvdError as error:
             self._refuse(session.identity, request.id, error)
         except Exception:
@@ -230,6 +247,7 @@ class Router:
             except Exception:
                 self._fail(identity, request)
         done = time.perf_counter()
+        self.timings.note(request.verb, done - started)
         if (session := self._sessions.find(identity)) is not None:
             session.took(done - started)
         return done
