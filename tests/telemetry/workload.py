@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NUM_BLOCKS = 16
 # So many sequences fill the memory.
 NUM_SEQUENCES = 8
+NUM_COMMITTED = (NUM_SEQUENCES + 1) * NUM_BLOCKS
 TOKENS = NUM_BLOCKS * LAYOUT.block_size
 
 
