@@ -24,7 +24,7 @@ try:
 
     from kvd.config import Config, LogConfig, load
     from kvd.daemon import Daemon
-    from kvd.sdk import exporting
+    from kvd.sdk import exporting_metrics
 except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
 
@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
         config = msgspec.structs.replace(config, log=_log_config(config.log, args))
         _set_up_logging(config.log)
         _raise_descriptor_limit()
-        with exporting(config.http):
+        with exporting_metrics(config.http):
             anyio.run(_serve, config, backend_options={"use_uvloop": True})
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from kvd.protocol.endpoint import (
     client_endpoint,
     default_endpoint,
     is_default,
+    local_address,
     socket_path,
 )
 from kvd.protocol.errors import ConfigError
@@ -128,3 +129,13 @@ def test_a_path_is_measured_in_bytes_and_not_in_letters() -> None:
 def test_what_is_no_absolute_ipc_path_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="absolute path"):
         socket_path(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [("127.0.0.1:9464", ("127.0.0.1", 9464)), ("[::1]:9464", ("::1", 9464))],
+)
+def test_a_port_of_this_machine_is_an_address_and_a_number(
+    endpoint: str, address: tuple[str, int]
+) -> None:
+    assert local_address(endpoint) == address
