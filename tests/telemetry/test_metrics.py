@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from kvd.testing.faults import Faults, set_faults
 from kvd_client import Client
+from tests.e2e.support import IDENTITY, LAYOUT, eventually, store, tokens_of, with_store
 from tests.telemetry import workload
-from tests.telemetry.support import Series, named, scrape, value, watched_daemon
+from tests.telemetry.support import (
+    PATIENCE_SECONDS,
+    Series,
+    named,
+    scrape,
+    value,
+    watched_daemon,
+)
 from tests.telemetry.workload import NUM_BLOCKS, NUM_SEQUENCES, TOKENS
 
 if TYPE_CHECKING:
-    from kvd_client import StatusReply
+    from kvd.testing.daemons import RunningDaemon
+    from kvd_client import Namespace, StatusReply
 
 NUM_MATCHES = 2 + NUM_SEQUENCES + 3
 
@@ -89,7 +100,7 @@ def test_what_a_tier_has_is_told_as_in_the_status(told: Told) -> None:
 
 
 def test_bytes_of_a_disk_are_those_of_its_blocks(told: Told) -> None:
-    size = NUM_BLOCKS * workload.LAYOUT.page_bytes
+    size = NUM_BLOCKS * LAYOUT.page_bytes
     assert value(told.series, "kvd_tier_read_bytes_total", tier="lmdb") == size
     assert value(told.series, "kvd_tier_written_bytes_total", tier="lmdb") >= size
     # What moves at once is a sixteenth of the memory.
@@ -136,3 +147,35 @@ def test_no_label_is_of_a_client(told: Told) -> None:
     labels = {key for name, pairs in told.series for key, _ in pairs if name.startswith("kvd_")}
     bounded = {"verb", "code", "tier", "state", "reason", "source", "result", "queue", "operation"}
     assert labels == bounded | {"le"}
+
+
+# --- where a disk has what memory has not ---
+
+
+@contextmanager
+def put_away(tokens: list[int]) -> Iterator[tuple[RunningDaemon, int, Namespace]]:
+    """A daemon whose disk, and not its memory, has these blocks."""
+    with watched_daemon(with_store()) as (daemon, port), Client(daemon.endpoint) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        namespace = client.open(IDENTITY, LAYOUT)
+        store(namespace, tokens)
+        eventually(lambda: client.status().tiers[1].num_blocks == NUM_BLOCKS)
+        for seed in range(NUM_SEQUENCES):
+            store(namespace, tokens_of(100 + seed, NUM_BLOCKS))
+        yield daemon, port, namespace
+
+
+def test_what_was_prefetched_is_counted_as_such() -> None:
+    with put_away(tokens := tokens_of(1, NUM_BLOCKS)) as (_, port, namespace):
+        namespace.prefetch(tokens)
+        reasons = eventually(lambda: named(scrape(port), "kvd_blocks_promoted_total", "reason"))
+        assert reasons.keys() == {"prefetch"}
+
+
+def test_what_a_disk_could_not_bring_in_time_is_late() -> None:
+    with put_away(tokens := tokens_of(1, NUM_BLOCKS)) as (daemon, port, namespace):
+        set_faults(daemon.data_directory, Faults.STUCK)
+        assert namespace.match(tokens, timeout=0.1).num_tokens == 0
+        missed = named(scrape(port), "kvd_tokens_missed_total", "reason")
+        set_faults(daemon.data_directory, Faults.NONE)
+        assert missed["late"] == TOKENS
