@@ -119,7 +119,7 @@ class Metrics:
 
     def _holders(self) -> Iterator[Value]:
         state = self._manager.state
-        yield Value(telemetry.READY, self._router.is_ready, {})
+        yield Value(telemetry.READY, int(self._router.is_ready), {})
         yield Value(telemetry.SESSIONS, len(self._sessions), {})
         yield Value(telemetry.LEASES, len(state.leases), {})
         yield Value(telemetry.PINS, len(state.pins), {})
@@ -187,7 +187,7 @@ _PLAIN = (
 def _tier(tier: TierStatus) -> Iterator[Value]:
     here = {"tier": tier.name}
     yield Value(telemetry.BLOCKS, tier.num_blocks, here)
-    yield Value(telemetry.TIER_DEGRADED, bool(tier.trouble), here)
+    yield Value(telemetry.TIER_DEGRADED, int(bool(tier.trouble)), here)
     yield Value(telemetry.TIER_USED, tier.used_bytes, here)
     yield Value(telemetry.TIER_USABLE, tier.usable_bytes, here)
     yield Value(telemetry.TIER_WAITING, tier.waiting_bytes, here)

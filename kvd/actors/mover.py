@@ -206,7 +206,8 @@ class Mover:
         )
         with timed(tier_duration, {"tier": actor.name, "operation": "write"}):
             bad: list[int] = await actor.finish(job)
-        actor.state.counters["written_bytes"] += write.num_bytes
+        if not bad:
+            actor.state.counters["written_bytes"] += write.num_bytes
         return bad
 
     async def checkpoint(self) -> int:

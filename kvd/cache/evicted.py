@@ -8,8 +8,8 @@ import numpy as np
 
 from kvd.protocol.keys import KEY_BYTES, BlockKey, chain
 
-# 8 MiB, of which only what is used takes memory.
-NUM_SLOTS = 1 << 20
+# 2 MiB.
+NUM_SLOTS = 1 << 18
 # So many blocks behind a match are looked at: each costs a SHA-256, a microsecond or so.
 MAX_LOOKED_AT = 1024
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from kvd.testing.faults import Faults, set_faults
-from kvd_client import Client
+from kvd_client import Client, TierFailed
 from tests.e2e.support import IDENTITY, LAYOUT, eventually, store, tokens_of, with_store
 from tests.telemetry import workload
 from tests.telemetry.support import (
@@ -179,3 +179,14 @@ def test_what_a_disk_could_not_bring_in_time_is_late() -> None:
         missed = named(scrape(port), "kvd_tokens_missed_total", "reason")
         set_faults(daemon.data_directory, Faults.NONE)
         assert missed["late"] == TOKENS
+
+
+def test_a_checkpoint_that_fails_is_counted() -> None:
+    with watched_daemon(with_store()) as (daemon, port), Client(daemon.endpoint) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        set_faults(daemon.data_directory, Faults.GONE)
+        store(client.open(IDENTITY, LAYOUT), tokens_of(1, NUM_BLOCKS))
+        with pytest.raises(TierFailed):
+            client.checkpoint()
+        assert named(scrape(port), "kvd_checkpoints_total", "result") == {"failed": 1}
+        set_faults(daemon.data_directory, Faults.NONE)

@@ -110,6 +110,9 @@ def test_every_alert_can_be_evaluated_and_none_of_a_healthy_kvd_fires(ask: Ask) 
     assert firing == set()
 
 
-def test_the_rules_are_well_formed() -> None:
-    done = subprocess.run(["promtool", "check", "rules", ALERTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("what", "path"), [("check", ALERTS), ("test", Path(__file__).with_name("alerts_test.yml"))]
+)
+def test_the_rules_are_well_formed_and_fire_when_they_should(what: str, path: Path) -> None:
+    done = subprocess.run(["promtool", what, "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
