@@ -15,9 +15,6 @@ _meter = metrics.get_meter("kvd")
 _tracer = trace.get_tracer("kvd")
 _propagator = TraceContextTextMapPropagator()
 
-# Of each verb, between two recordings.
-NUM_KEPT = 32
-
 REQUEST_SPAN = "kvd.request"
 
 
@@ -110,6 +107,10 @@ tier_duration = _meter.create_histogram(
 loop_delay = _meter.create_histogram("kvd.loop.delay", "s", "How late the event loop is")
 
 
+# Of each verb, between two recordings.
+NUM_KEPT = 32
+
+
 @contextmanager
 def timed(histogram: metrics.Histogram, attributes: Mapping[str, str]) -> Iterator[None]:
     started = time.perf_counter()
@@ -122,7 +123,7 @@ def timed(histogram: metrics.Histogram, attributes: Mapping[str, str]) -> Iterat
 class Timings:
     """Durations by verb: all are counted; between two calls of `record`, the last few are kept.
 
-    To record one takes the SDK seven microseconds, and to note it here takes a fifth of one.
+    To record one takes the SDK seven microseconds, and to note it here a twentieth of that.
     """
 
     def __init__(self, histogram: metrics.Histogram) -> None:

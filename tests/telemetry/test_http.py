@@ -97,7 +97,7 @@ def test_who_says_nothing_is_left_in_the_end(port: int) -> None:
     assert answer(port, b"GET /healthz") == b""
 
 
-def test_two_scrapes_at_once_are_both_whole(port: int) -> None:
+def test_scrapes_at_once_are_all_whole(port: int) -> None:
     asked = [connect(port, b"GET /metrics HTTP/1.1\r\n\r\n") for _ in range(4)]
     for connection in asked:
         with connection, connection.makefile("rb") as file:
