@@ -26,6 +26,7 @@ try:
     from kvd.check import check
     from kvd.daemon import Daemon
     from kvd.loading import Loaded, find, load, profiles
+    from kvd.sdk import exporting_metrics
 except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
 
@@ -52,7 +53,8 @@ def _run(args: argparse.Namespace) -> int:
         loaded = _load(args)
         _set_up_logging(loaded.config.log)
         _raise_descriptor_limit()
-        anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
+        with exporting_metrics(loaded.config.http):
+            anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from msgspec import Meta
 from msgspec.structs import fields
 
 from kvd.protocol.certificates import KEY_PATTERN, NAME_PATTERN
-from kvd.protocol.endpoint import default_endpoint, is_remote, socket_path
+from kvd.protocol.endpoint import default_endpoint, is_remote, local_address, socket_path
 from kvd.protocol.errors import ConfigError
 from kvd.protocol.units import ByteSize, decode_size
 from kvd.protocol.verbs import verbs_named
@@ -160,6 +160,16 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["text", "json"] = "text"
 
 
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`endpoint`: the address and port of /healthz, /readyz and /metrics; empty: none."""
+
+    endpoint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.endpoint:
+            local_address(self.endpoint)
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything a Daemon is made from.
 
@@ -182,6 +192,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operator: OperatorConfig = OperatorConfig()
     tcp: TcpConfig = TcpConfig()
     log: LogConfig = LogConfig()
+    http: HttpConfig = HttpConfig()
     tiers: tuple[dict[str, Any], ...] = ({"type": "host"}, {"type": "lmdb"})
     quotas: tuple[QuotaConfig, ...] = ()
     clients: tuple[ClientConfig, ...] = ()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
 
+from kvd.actors.http import Http
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.patience import Patience
@@ -34,6 +35,7 @@ from kvd.arena.owner import OwnerLock, give, make_directory, private_directory, 
 from kvd.cache.stores import StoreState
 from kvd.config import Config
 from kvd.loading import Loaded
+from kvd.metrics import Metrics
 from kvd.protocol.endpoint import is_default, socket_path
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.tiers.base import MemoryTier, StoreTier, Tier
@@ -169,10 +171,16 @@ class Daemon(AsyncContextManagerMixin):
             )
             parts = self._manager, mover, scrubber, sequences, sessions, router
             self._reloader.parts = [*(part.configure for part in parts), *self._on_reload]
+            metrics = Metrics(self._manager, mover, router, sequences, sessions, stores)
+            watchers: list[Metrics | Http] = [metrics]
+            if self.config.http.endpoint:
+                watchers.append(
+                    Http(self.config.http.endpoint, router, self._manager, metrics.read)
+                )
             end = math.inf
             try:
                 async with create_task_group() as below:
-                    for actor in actors:
+                    for actor in (*watchers, *actors):
                         await below.start(actor.run)
                     try:
                         for actor in actors:
@@ -207,6 +215,8 @@ class Daemon(AsyncContextManagerMixin):
                         tier.close()
                         for store in stores:
                             store.close(min(end, current_time() + self.config.grace_seconds))
+                        for watcher in watchers:
+                            watcher.close()
             finally:
                 # When nothing works on it any more; each store's actor closes its own.
                 with CancelScope(shield=True):

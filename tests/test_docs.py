@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from kvd import telemetry
 from kvd.config import ClientConfig, Config, parse
 from kvd.protocol import messages
 from kvd.protocol.errors import ERRORS
@@ -22,6 +23,7 @@ from kvd_tiers.torch import TorchConfig
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+OPERATING = (ROOT / "config/OPERATING.md").read_text()
 SAMPLE_TEXT = (ROOT / "config/kvd.toml").read_text()
 SAMPLE = tomllib.loads(SAMPLE_TEXT)
 
@@ -100,6 +102,16 @@ def test_the_readme_has_the_figures_that_were_recorded() -> None:
     recorded = (ROOT / "tests/bench/results/infer.md").read_text().splitlines()
     assert rows
     assert rows <= set(recorded)
+
+
+@pytest.mark.parametrize("metric", [*telemetry.LEVELS, *telemetry.TOTALS])
+def test_every_metric_is_explained_to_operators(metric: telemetry.Metric) -> None:
+    assert f"`{metric.name}`" in OPERATING
+
+
+def test_every_alert_is_explained_to_operators() -> None:
+    alerts = re.findall(r"alert: (\w+)", (ROOT / "config/alerts.yml").read_text())
+    assert [name for name in alerts if f"`{name}`" not in OPERATING] == []
 
 
 def readme_examples() -> list[str]:

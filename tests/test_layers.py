@@ -48,7 +48,10 @@ IMPORTED_BY = {
     "transformers": ["kvd_infer"],
     "starlette": ["kvd_infer.server"],
     "uvicorn": ["kvd_infer.server"],
-    "opentelemetry.sdk": ["kvd.__main__"],
+    "opentelemetry.sdk": ["kvd.sdk"],
+    "opentelemetry.exporter": ["kvd.sdk"],
+    "prometheus_client": ["kvd.actors.http"],
+    "kvd.sdk": ["kvd.__main__"],
     "pickle": [],
 }
 

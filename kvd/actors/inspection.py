@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import groupby, islice, takewhile
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvd.cache.rows import row_bytes, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
-from kvd.protocol.keys import KEY_BYTES, chain
+from kvd.protocol.keys import KEY_BYTES
 from kvd.protocol.messages import ExplainReply, NearMiss, Stretch, TreeNode, TreeReply
 
 if TYPE_CHECKING:
     from kvd.actors.manager import Manager
     from kvd.cache.memory import Namespace
-    from kvd.cache.radix import Found, Node, Tree
+    from kvd.cache.radix import Found, Node
     from kvd.protocol.codec import Tokens
     from kvd.protocol.messages import ExplainRequest, Extras, TreeRequest
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 NUM_TOKENS = 16
 # So many nodes are looked at to find the biggest.
 MAX_LOOKED_AT = 10_000
-# Behind the blocks that are there, so many are looked for among those that were evicted.
-MAX_EVICTED = 4096
 # In other namespaces, so many tokens are looked for, and so many namespaces are told.
 MAX_NEAR_TOKENS = 16_384
 NUM_NEAR = 10
@@ -102,8 +100,9 @@ def explained(
     rows = rows_of(tokens, request.extras, 0, tree.row_bytes)
     found = tree.find(rows, anywhere=True)
     rest = rows[found.total_blocks * tree.block_bytes :]
-    keys = chain(_last_key(found), _blocks_of(tree, rest), tree.block_bytes)
-    num_evicted = sum(1 for _ in takewhile(manager.state.memory.evicted.__contains__, keys))
+    num_evicted = manager.state.memory.evicted.num_following(
+        _last_key(found), rest, 0, tree.block_bytes
+    )
     return ExplainReply(
         id=request.id,
         epoch=epoch,
@@ -127,11 +126,6 @@ def _last_key(found: Found) -> bytes:
     """The key that the block behind the found ones follows."""
     end = found.num_blocks * KEY_BYTES
     return bytes(found.node.keys[:end][-KEY_BYTES:]) or found.node.tree.key
-
-
-def _blocks_of(tree: Tree, rows: Tokens) -> Tokens:
-    """The whole blocks among them, as many as are looked for."""
-    return rows[: min(len(rows) // tree.block_bytes, MAX_EVICTED) * tree.block_bytes]
 
 
 def _near(

@@ -356,9 +356,7 @@ class Manager:
 
     def matched(self, match: Match, came: dict[str, int] | None = None) -> MatchResult:
         """The answer to a match; `came` are blocks that were read for it, by tier."""
-        lease, space = match.lease, match.lease.namespace
-        is_new = not lease.is_counted
-        self.state.count_match(lease, len(match.rows) // space.tree.row_bytes)
+        lease = match.lease
         result = self._result(lease, came or {})
         if is_new:
             for tier, num_tokens in result.tokens_by_tier.items():
@@ -366,6 +364,7 @@ class Manager:
         if match.lacks_more:
             pending = self.state.num_pending(lease, match.rows)
             result = msgspec.structs.replace(result, pending_tokens=pending)
+        self.state.count_match(lease, match.rows, result.tokens_by_tier, result.pending_tokens)
         return result
 
     def fork(self, session: int, item: ForkItem) -> tuple[Lease, MatchResult]:

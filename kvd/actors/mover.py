@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVarTuple
 
 import anyio
 
@@ -24,6 +24,7 @@ from kvd.arena.runs import pages_of
 from kvd.cache.radix import MEMORY
 from kvd.cache.recovery import about
 from kvd.protocol.errors import KvdError, OutOfPages, TierFailed
+from kvd.telemetry import tier_duration, timed
 from kvd.tiers import copying
 from kvd.tiers.copying import Copy
 
@@ -47,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 
+DemotionReason: TypeAlias = Literal["watermark", "checkpoint"]
+PromotionReason: TypeAlias = Literal["match", "prefetch"]
+
 # What goes down at once: the store's writer is busy with it for a tenth of a second or so.
 DEMOTE_BYTES = 64 << 20
 # What comes up at once: what is there by a deadline is whole pieces of this.
@@ -69,9 +73,13 @@ FAULT_PAUSE_SECONDS = 1.0
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Something that matches wait for, of a tier, done once for all of them."""
+    """Something that matches wait for, of a tier, done once for all of them.
+
+    `reason` is that of who asked first.
+    """
 
     tier: int
+    reason: PromotionReason
     done: anyio.Event = field(default_factory=anyio.Event)
     is_good: bool = False
 
@@ -119,6 +127,11 @@ class Mover:
             self._tasks.start_soon(again_and_again, self._checkpoint_by_time)
             task_status.started()
 
+    @property
+    def num_works(self) -> int:
+        """What is being brought to memory, or verified, or waits for its turn."""
+        return len(self._works)
+
     async def close(self) -> None:
         """Save what is not saved yet, as far as there is time, and stop."""
         try:
@@ -141,7 +154,7 @@ class Mover:
 
     async def _demote(self, actor: StoreActor) -> None:
         """Copy some blocks down, the oldest first, or wait until memory is full enough."""
-        if not (self._is_due(actor) and await self._demote_some(actor)):
+        if not (self._is_due(actor) and await self._demote_some(actor, "watermark")):
             await self._manager.changed.wait()
 
     def _is_due(self, actor: StoreActor) -> bool:
@@ -149,7 +162,7 @@ class Mover:
         is_full = memory.used_bytes() > self._config.demote_watermark * memory.capacity_bytes
         return actor.state.may_write and is_full
 
-    async def _demote_some(self, actor: StoreActor) -> bool:
+    async def _demote_some(self, actor: StoreActor, reason: DemotionReason) -> bool:
         """Copy some blocks down; False where there are none to be copied."""
         async with self._writing[actor]:
             for layout in self._state.stores.cramped(actor.state):
@@ -169,7 +182,8 @@ class Mover:
                 has_failed = True
             finally:
                 plan = []
-                self._state.stores.end_write(write, plan, saved=saved)
+                count = self._state.stores.end_write(write, plan, saved=saved)
+                actor.state.counters[f"demoted_{reason}"] += count
                 self._manager.carry_out(plan)
                 # What was on its way may be evicted now.
                 self._manager.serve_waiters()
@@ -198,7 +212,10 @@ class Mover:
             *(store, arena, write.pages, write.keys, abouts, sums),
             then=lambda _: actor.wrote(store, write.keys),
         )
-        bad: list[int] = await actor.finish(job)
+        with timed(tier_duration, {"tier": actor.name, "operation": "write"}):
+            bad: list[int] = await actor.finish(job)
+        if not bad:
+            actor.state.counters["written_bytes"] += write.num_bytes
         return bad
 
     async def checkpoint(self) -> int:
@@ -208,6 +225,15 @@ class Mover:
         before stays dropped. All is tried beside each other, however long one of them takes; raises
         the first error, and TierFailed where blocks have no copy since later ones took their room.
         """
+        try:
+            num_blocks = await self._checkpoint()
+        except BaseException:
+            self._state.counters["checkpoints_failed"] += 1
+            raise
+        self._state.counters["checkpoints_done"] += 1
+        return num_blocks
+
+    async def _checkpoint(self) -> int:
         before = self._state.counters["blocks_demoted"]
         surviving = [actor for actor in self._stores if actor.tier.survives]
         saves = [functools.partial(self._save_all, actor) for actor in surviving]
@@ -241,7 +267,9 @@ class Mover:
         waiting = stores.waiting(actor.state)
         while stores.still_wait(actor.state, waiting):
             # What another one had begun meanwhile may have been all.
-            if not await self._demote_some(actor) and stores.still_wait(actor.state, waiting):
+            if not await self._demote_some(actor, "checkpoint") and stores.still_wait(
+                actor.state, waiting
+            ):
                 raise TierFailed(
                     f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
@@ -249,7 +277,13 @@ class Mover:
     # --- up ---
 
     async def prepare(
-        self, space: Namespace, tokens: Tokens, seconds: float, *, promote: bool = True
+        self,
+        space: Namespace,
+        tokens: Tokens,
+        seconds: float,
+        *,
+        promote: bool = True,
+        reason: PromotionReason = "match",
     ) -> dict[str, int]:
         """Verify and, to `promote`, read what these tokens lack in memory, while there is time.
 
@@ -264,7 +298,7 @@ class Mover:
                 if lacking.keys and not promote:
                     break
                 before = space.tree.find(tokens).total_blocks
-                work = self._work(space, tokens, lacking)
+                work = self._work(space, tokens, lacking, reason)
                 if work is None:
                     break
                 await work.done.wait()
@@ -286,11 +320,13 @@ class Mover:
 
     async def _prefetch(self, space: Namespace, tokens: Tokens) -> None:
         try:
-            await self.prepare(space, tokens, PREFETCH_SECONDS)
+            await self.prepare(space, tokens, PREFETCH_SECONDS, reason="prefetch")
         finally:
             self._num_prefetching -= 1
 
-    def _work(self, space: Namespace, tokens: Tokens, lacking: Lacking) -> _Work | None:
+    def _work(
+        self, space: Namespace, tokens: Tokens, lacking: Lacking, reason: PromotionReason
+    ) -> _Work | None:
         """What brings some of what is lacking, begun now or under way already.
 
         None where too much waits for a store: it outlives who asked, each with its tokens.
@@ -301,7 +337,7 @@ class Mover:
             waiting = sum(each.tier == lacking.tier for each in self._works.values())
             if lacking.keys and waiting >= MAX_WORKS:
                 return None
-            work = self._works[name] = _Work(lacking.tier)
+            work = self._works[name] = _Work(lacking.tier, reason)
             self._tasks.start_soon(self._bring, name, space, tokens, lacking, work)
         return work
 
@@ -311,7 +347,7 @@ class Mover:
         try:
             if lacking.keys:
                 async with self._promoting[self._stores[lacking.tier - 1]]:
-                    work.is_good = await self._promote(space, tokens, lacking.tier)
+                    work.is_good = await self._promote(space, tokens, work)
             else:
                 size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
                 await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
@@ -324,12 +360,13 @@ class Mover:
             del self._works[name]
             work.done.set()
 
-    async def _promote(self, space: Namespace, tokens: Tokens, tier: int) -> bool:
+    async def _promote(self, space: Namespace, tokens: Tokens, work: _Work) -> bool:
         """Read the next blocks of these tokens into memory; True when it is worth to look again.
 
         As a client would: a lease of the daemon's own on what is there, pages for the rest, commit.
         """
-        actor, layout = self._stores[tier - 1], space.arena.layout
+        tier, layout = work.tier, space.arena.layout
+        actor = self._stores[tier - 1]
         store, arena = actor.store(layout), self._manager.arenas.get(space.arena.id)
         if store is None or arena is None:  # gone, while this waited for its turn
             return True
@@ -340,12 +377,15 @@ class Mover:
             keys = lacking.keys[: max(1, self._promote_bytes // layout.page_bytes)]
             first, width = lease.num_blocks, space.tree.block_bytes
             pages = await self._pages(lease, len(keys))
-            copies = await actor.read(copying.read, store, arena, pages, keys)
+            with timed(tier_duration, {"tier": actor.name, "operation": "read"}):
+                copies = await actor.read(copying.read, store, arena, pages, keys)
             good = next((at for at, copy in enumerate(copies) if copy is not Copy.GOOD), len(keys))
             if good:
                 rows = tokens[first * width : (first + good) * width]
                 self._manager.carry_out(self._state.commit(lease, first, pages[:good], rows).plan)
                 self._state.counters["blocks_promoted"] += good
+                actor.state.counters[f"promoted_{work.reason}"] += good
+                actor.state.counters["read_bytes"] += good * layout.page_bytes
             if good < len(keys):
                 self.remove(space, tokens[: (first + good + 1) * width], copies[good], tier)
         return True

@@ -28,6 +28,7 @@ AT_START = frozenset(
         "directory",
         "data_directory",
         "hang_seconds",
+        "http",
         "ipc",
         "limits.request_bytes",
         "operator",

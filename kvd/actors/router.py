@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 import zmq
@@ -69,7 +69,7 @@ from kvd.protocol.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from kvd.telemetry import request_span
+from kvd.telemetry import Timings, request_duration, request_span, request_wait, timed
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
@@ -89,6 +89,8 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 0.002
 # A thousand clients that attach at once take turns with what the others ask.
 ATTACH_PAUSE_SECONDS = 0.001
+
+Phase: TypeAlias = Literal["starting", "ready", "draining", "stopping"]
 
 _WITHOUT_SESSION = (
     AttachRequest,
@@ -133,6 +135,8 @@ class Router:
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
         self._doors = Doors(config, self.counters, listeners)
+        self.timings = Timings(request_duration)
+        self.phase: Phase = "starting"
         self._verbs = Verbs(
             config.limits, manager, mover, sequences, sessions, epoch, self.counters
         )
@@ -150,7 +154,6 @@ class Router:
         self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
         self._wanted = anyio.Event()
         self._drained = Signal()
-        self.is_draining = False
         self._is_closing = False
 
     # --- life ---
@@ -168,6 +171,7 @@ class Router:
                     tasks.start_soon(self._sweep)
                     tasks.start_soon(self._attach_in_turn)
                     tasks.start_soon(self._checkpoint)
+                    self.phase = "ready"
                     task_status.started()
                     await self._start_later(tasks)
                     tasks.cancel_scope.cancel()
@@ -192,8 +196,23 @@ class Router:
                 self._end(session)
         self._configured.set()
 
+    @property
+    def is_draining(self) -> bool:
+        return self.phase == "draining"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether who comes is served."""
+        return self.phase == "ready" and not self._manager.trouble
+
+    @property
+    def num_attaching(self) -> int:
+        """Clients that wait for a session."""
+        return len(self._attaching)
+
     def close(self) -> None:
         """Take no more requests."""
+        self.phase = "stopping"
         self._is_closing = True
         self._stirred.set()
 
@@ -210,7 +229,8 @@ class Router:
     ) -> None:
         """Answer a request that had to wait, of a session or of an operator without one."""
         try:
-            answer = await later
+            with timed(request_wait, {"verb": request.verb}):
+                answer = await later
         except KvdError as error:
             self._refuse(identity, request.id, error)
         except Exception:
@@ -260,6 +280,7 @@ class Router:
             except Exception:
                 self._fail(identity, request)
         done = time.perf_counter()
+        self.timings.note(request.verb, done - started)
         if (session := self._sessions.find(identity)) is not None:
             session.took(done - started)
         return done
@@ -514,7 +535,7 @@ class Router:
         )
 
     def _set_draining(self, request: DrainRequest) -> None:
-        self.is_draining = not request.undo
+        self.phase = "ready" if request.undo else "draining"
         logger.info("draining: no new sessions" if self.is_draining else "draining is over")
 
     def _verify(self, request: VerifyRequest) -> VerifyReply:

@@ -173,6 +173,9 @@ class Sequences:
         """Go by another configuration; more than it allows stays."""
         self._table.limits = config.limits
 
+    def __len__(self) -> int:
+        return len(self._table)
+
     async def begin(self, hang_seconds: float = math.inf) -> None:
         """Know what an earlier start kept; more than today's limits allow stays, too.
 

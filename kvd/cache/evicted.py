@@ -1,37 +1,46 @@
-"""Evicted: which blocks were evicted not long ago, so that a loss can be told from a miss."""
+"""Which blocks were evicted: what a cache of endless size would still have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from kvd.protocol.keys import BlockKey
+import numpy as np
 
-# Some 8 MiB of the daemon's own memory.
-MAX_BLOCKS = 65_536
-# So much of a key tells blocks apart where nothing that is served depends on it.
-DIGEST_BYTES = 8
+from kvd.protocol.keys import KEY_BYTES, BlockKey, chain
+
+# 2 MiB.
+NUM_SLOTS = 1 << 18
+# So many blocks behind a match are looked at: each costs a SHA-256, a microsecond or so.
+MAX_LOOKED_AT = 1024
 
 
 class Evicted:
-    """The last blocks that went from every tier: half of `max_blocks` at least, where so many did.
+    """The last blocks that no tier has any more, by the beginnings of their keys.
 
-    One that was committed again is still among them: who asks has looked for it in the tree before.
+    Each has one slot, where another takes its place: so it forgets, and what it counts is an
+    estimate from below.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._half = max_blocks // 2
-        # Two generations: the older one goes as a whole, so that adding costs the same each time.
-        self._young: set[bytes] = set()
-        self._old: set[bytes] = set()
+    def __init__(self) -> None:
+        self._slots = np.zeros(NUM_SLOTS, np.uint64)
+        self._is_empty = True
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        words = np.frombuffer(b"".join(keys), np.uint64)[:: KEY_BYTES // 8]
+        self._slots[words % NUM_SLOTS] = words
+        self._is_empty = self._is_empty and not keys
 
     def __contains__(self, key: BlockKey) -> bool:
-        digest = key[:DIGEST_BYTES]
-        return digest in self._young or digest in self._old
+        word = int.from_bytes(key[:8], "little")
+        return int(self._slots[word % NUM_SLOTS]) == word
 
-    def add(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
-            self._young.add(key[:DIGEST_BYTES])
-            if len(self._young) >= self._half:
-                self._old, self._young = self._young, set()
+    def num_following(self, parent: bytes, rows: bytes, first: int, block_bytes: int) -> int:
+        """How many blocks of `rows` from byte `first` on, which follow `parent`, were evicted."""
+        if self._is_empty:
+            return 0
+        starts = range(first, len(rows) - block_bytes + 1, block_bytes)[:MAX_LOOKED_AT]
+        for count, start in enumerate(starts):
+            (parent,) = chain(parent, rows[start : start + block_bytes], block_bytes)
+            if parent not in self:
+                return count
+        return len(starts)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvd.arena.page_table import PageState
 from kvd.arena.runs import pages_of
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from kvd.config import CacheConfig
     from kvd.protocol.keys import Identity
     from kvd.protocol.layout import Layout
+
+# For pages of the same layout, for those of another, above the watermark, or above a capacity that
+# is smaller than an earlier start's.
+EvictionReason: TypeAlias = Literal["room", "layout", "watermark", "capacity"]
 
 # Moving an extent costs its zeroing, so memory moves to a layout only from one whose coldest blocks
 # are this many times older. Models that are used alike do not take it from each other in turns.
@@ -200,7 +204,7 @@ class Memory:
                 return
             # No group becomes whole before all that the leaf has in it are gone.
             size = min(left, _in_last_group(victim), _allowance(victim, space))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "room", plan)
             left -= size
 
     def _much_is_broken(self, arena: ArenaState) -> bool:
@@ -226,7 +230,7 @@ class Memory:
             if self._left_bytes() >= wanted or budget <= 0 or self._age(victim) <= at_least:
                 break
             size = min(_in_last_group(victim), _allowance(victim, space))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "layout", plan)
             budget -= size * victim.arena.page_bytes
             self._unback([victim.arena], wanted, plan)
         self.begin_backing(arena, missing, plan)
@@ -310,7 +314,7 @@ class Memory:
                 break
             page_bytes = victim.arena.page_bytes
             size = min(_allowance(victim, None), int(-(-excess // page_bytes)))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "watermark", plan)
             used -= size * page_bytes
         return plan
 
@@ -326,7 +330,8 @@ class Memory:
         for victim in _coldest_first(self.spaces(), None):
             if self._left_bytes() >= 0:
                 break
-            self._shorten(victim, min(_in_last_group(victim), _allowance(victim, None)), plan)
+            size = min(_in_last_group(victim), _allowance(victim, None))
+            self._shorten(victim, size, "capacity", plan)
             self._unback([victim.arena], 0, plan)
 
     def free(self, space: Namespace, pages: Pages, plan: Plan) -> None:
@@ -349,20 +354,21 @@ class Memory:
             if left <= 0:
                 break
             size = min(left, _allowance(victim, space))
-            self._shorten(victim, size, plan)
+            self._shorten(victim, size, "room", plan)
             left -= size
 
-    def _shorten(self, victim: Namespace, count: int, plan: Plan) -> None:
+    def _shorten(self, victim: Namespace, count: int, reason: EvictionReason, plan: Plan) -> None:
         """Evict blocks from the end of a namespace's coldest leaf.
 
         Nobody waits for a store: what has no copy there yet is lost, and counted.
         """
         leaf = _leaf(victim)
         self._counters["blocks_evicted"] += count
+        self._counters[f"evictions_{reason}"] += count
         if any(leaf in unsaved for unsaved in victim.tree.unsaved):
             self._counters["pressure_drops"] += count
         cut = victim.tree.cut(leaf, count)
-        if cut.is_gone:
+        if cut.was_last:
             self.evicted.add(cut.keys)
         self.free(victim, cut.pages, plan)
 

@@ -174,12 +174,12 @@ class Gone:
 class Cut:
     """Blocks of which a tier's copy went, the last one first; pages where it was memory's.
 
-    `is_gone`: no other tier has them.
+    `was_last`: no tier has them any more.
     """
 
     pages: Pages
     keys: list[BlockKey]
-    is_gone: bool
+    was_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,8 +510,8 @@ class Tree:
         if keep and leaf.tiers != 1 << tier:
             self._split(leaf, keep)  # the leaf is its own lower part from here on
             keep = 0
-        is_gone = leaf.tiers == 1 << tier
-        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1], is_gone)
+        was_last = leaf.tiers == 1 << tier
+        cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1], was_last)
         self.counts[tier] -= num_blocks
         self.lrus[tier].shorten(num_blocks)
         if keep:

@@ -70,6 +70,9 @@ class SequenceTable:
     def __iter__(self) -> Iterator[tuple[SequenceKey, SequenceInfo]]:
         return iter(self._infos.items())
 
+    def __len__(self) -> int:
+        return len(self._infos)
+
     def find(self, key: SequenceKey) -> SequenceInfo | None:
         return self._infos.get(key)
 

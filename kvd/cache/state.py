@@ -45,7 +45,7 @@ from kvd.protocol.errors import (
 from kvd.protocol.messages import Tail
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvd.cache.memory import Namespace
     from kvd.cache.stores import StoreState
@@ -245,19 +245,40 @@ class CacheState(Namespaces):
         keys = space.tree.stored(lease.node, rest, count, self.stores.readable)[1]
         return len(keys) * space.arena.layout.block_size
 
-    def count_match(self, lease: Lease, num_tokens: int) -> None:
-        """A match of so many tokens was answered, perhaps again."""
+    def count_match(
+        self, lease: Lease, tokens: Tokens, by_tier: Mapping[str, int], num_late: int = 0
+    ) -> None:
+        """A match of these tokens was answered, perhaps again, with so many of them by tier.
+
+        Behind those a store has `num_late` more, which did not come in time.
+        """
         if lease.is_counted:
             return
         lease.is_counted = True
+        tree, hit_tokens = lease.namespace.tree, sum(by_tier.values())
         for node in lease.node.path():
             node.hits += 1
-        hit_tokens = lease.num_matched * lease.namespace.arena.layout.block_size
-        hit_tokens += lease.tail.num_tokens if lease.tail else 0
         self.counters["matches"] += 1
         self.counters["match_hits" if hit_tokens else "match_misses"] += 1
-        self.counters["tokens_requested"] += num_tokens
+        self.counters["tokens_requested"] += len(tokens) // tree.row_bytes
         self.counters["tokens_matched"] += hit_tokens
+        for tier, count in by_tier.items():
+            self.counters[f"tokens_from_{tier}"] += count
+        reason, count = "late", num_late
+        if not num_late:
+            reason, count = "evicted", self._num_evicted(lease, tokens)
+        # An exact tail is of the first of these blocks.
+        tail = lease.tail.num_tokens if lease.tail else 0
+        self.counters[f"tokens_{reason}"] += max(0, count - tail)
+
+    def _num_evicted(self, lease: Lease, tokens: Tokens) -> int:
+        """How many of these tokens, right behind those of a match, were evicted, at least."""
+        space = lease.namespace
+        end = lease.num_blocks * space.tree.block_bytes
+        num_blocks = self.memory.evicted.num_following(
+            lease.node.last_key, tokens, end, space.tree.block_bytes
+        )
+        return num_blocks * space.arena.layout.block_size
 
     def hold(self, number: int, space: Namespace, tokens: Tokens, now: float) -> Lease:
         """A lease of the daemon's own on what memory has of these tokens."""

@@ -8,6 +8,7 @@ with it, and it goes before them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
@@ -20,8 +21,6 @@ from kvd.cache.plan import Forgotten
 from kvd.cache.radix import MEMORY, Found
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from kvd.arena.runs import Pages
     from kvd.cache.memory import ArenaState, Memory, Namespace
     from kvd.cache.plan import Plan
@@ -40,7 +39,7 @@ class StoreState:
     `record_bytes` says what a block of a layout takes of `usable_bytes`, and `most_bytes` what all
     of them may take where that is less. `unknown_bytes` of a layout are taken by records of which
     this start knows nothing. `admission`: whether each block gets a copy, or one that was matched
-    again. While it fails nothing goes down, or comes up.
+    again. While it fails nothing goes down, or comes up. `counters` are of what was moved.
     """
 
     tier: int
@@ -53,6 +52,7 @@ class StoreState:
     turn: int = 0
     may_write: bool = True
     may_read: bool = True
+    counters: Counter[str] = field(default_factory=Counter)
 
     def keeps(self, layout: Layout) -> bool:
         """Whether it has room for a block of a layout at all."""
@@ -323,9 +323,12 @@ class Stores:
             size = min(leaf.num_blocks, -(-excess // record))
             cut = space.tree.cut(leaf, size, store.tier)
             plan.append(Forgotten(store.tier, space.arena.layout, cut.keys))
-            if cut.is_gone:
+            if cut.was_last:
                 self._memory.evicted.add(cut.keys)
             self._counters["blocks_evicted_stored"] += size
+            store.counters["evicted"] += size
+            if cut.was_last:
+                self._memory.evicted.add(cut.keys)
             excess -= size * record
             if leaf := space.tree.lrus[store.tier].coldest():
                 heapreplace(heap, (leaf.stamp, space.id, space))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvd.protocol.errors import ConfigError
 
@@ -72,3 +74,17 @@ def socket_path(endpoint: str) -> Path:
             f"the system allows {MAX_IPC_PATH}: use a shorter one"
         )
     return Path(name)
+
+
+def local_address(endpoint: str) -> tuple[str, int]:
+    """The address and port of "127.0.0.1:9464"; refuses what others can reach (ConfigError)."""
+    try:
+        parts = urlsplit(f"//{endpoint}")
+        host, port = ip_address(parts.hostname or ""), parts.port
+    except ValueError as error:
+        raise ConfigError(f"{endpoint!r} is not an address and a port: {error}") from error
+    if not host.is_loopback or not port:
+        raise ConfigError(
+            f"{endpoint!r} is not a port of this machine alone, such as 127.0.0.1:9464"
+        )
+    return str(host), port

@@ -78,6 +78,12 @@ class Request(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unkn
     deadline_ns: Unsigned = 0
     trace: Annotated[str, Meta(max_length=128)] = ""
 
+    @property
+    def verb(self) -> str:
+        tag = self.__struct_config__.tag
+        assert isinstance(tag, str)
+        return tag
+
 
 class AttachRequest(Request, frozen=True, tag="attach"):
     """Open a session. `previous` names the session that this client had before."""

@@ -141,7 +141,9 @@ class Cache:
         lease_id = self._lease_id if lease is None else lease
         space, tokens = self._named(salt), packed(text)
         lease = self.state.match(session, lease_id, space, tokens, exact_tail=exact_tail).lease
-        self.state.count_match(lease, len(text))
+        num_tokens = lease.num_matched * space.arena.layout.block_size
+        num_tokens += lease.tail.num_tokens if lease.tail else 0
+        self.state.count_match(lease, tokens, {"memory": num_tokens})
         return lease
 
     def fork(self, source: Lease, lease: int | None = None) -> Lease:

@@ -93,7 +93,7 @@ def test_a_reserve_evicts_the_least_recent_blocks_from_their_end(cache: Cache) -
     assert isinstance(answer, Granted)
     assert kinds(answer.plan) == [Freed, Freed, Reserved]
     assert cache.texts() == {"abc", "rstu"}
-    assert cache.state.counters["blocks_evicted"] == 9
+    assert cache.state.counters["blocks_evicted"] == cache.state.counters["evictions_room"] == 9
 
 
 def test_cold_blocks_go_for_pages_ahead_once_all_memory_is_taken(cache: Cache) -> None:
@@ -235,6 +235,7 @@ def test_trimming_takes_the_least_recent_first() -> None:
     cache.release(cache.match("abcd"))
     cache.memory.trim()
     assert cache.texts() == {"abcd", "wxy", "!"}
+    assert cache.state.counters["evictions_watermark"] == 5
 
 
 def test_trimming_stops_at_what_is_locked() -> None:
@@ -376,6 +377,7 @@ def test_the_coldest_blocks_of_other_layouts_go_where_one_has_nothing() -> None:
     answer = cache.state.reserve(cache.match("?", salt="wide"), 0, 4)
     assert kinds(answer.plan) == [Unback, Freed, Unback, Back]
     assert backing(answer.plan) == [Run(0, 16)]
+    assert cache.state.counters["evictions_layout"] == 16
     assert (cache.texts(), wide.pool.num_backing) == (set(), 16)
 
 
@@ -480,7 +482,7 @@ def test_blocks_go_where_free_memory_is_not_enough() -> None:
     cache.memory.capacity_bytes //= 2
     cache.memory.shrink(plan := [])
     assert cache.texts() == {"ABCDEFGHIJKLMNOP"}
-    assert len(freed(plan)) == 16
+    assert len(freed(plan)) == cache.state.counters["evictions_capacity"] == 16
     assert cache.memory.taken_bytes == cache.memory.capacity_bytes
 
 

@@ -16,6 +16,7 @@ from kvd.protocol.endpoint import (
     default_endpoint,
     is_default,
     is_remote,
+    local_address,
     socket_path,
 )
 from kvd.protocol.errors import ConfigError
@@ -143,3 +144,13 @@ def test_tcp_is_remote(endpoint: str, expected: bool) -> None:
 def test_tcp_has_an_address_and_a_port(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="an address and a port"):
         is_remote(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [("127.0.0.1:9464", ("127.0.0.1", 9464)), ("[::1]:9464", ("::1", 9464))],
+)
+def test_a_port_of_this_machine_is_an_address_and_a_number(
+    endpoint: str, address: tuple[str, int]
+) -> None:
+    assert local_address(endpoint) == address

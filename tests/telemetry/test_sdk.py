@@ -1,0 +1,123 @@
+"""What exports: over OTLP to a real receiver, at nobody's cost where there is none."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+
+from kvd.testing.daemons import running_daemon
+from kvd_client import Client
+from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of
+from tests.telemetry.support import PATIENCE_SECONDS
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# Without what exports; the daemon's own arguments follow.
+WITHOUT = """
+import sys
+sys.modules[sys.argv.pop(1)] = None
+from kvd.__main__ import main
+main()
+"""
+
+
+class Receiver(BaseHTTPRequestHandler):
+    received: queue.Queue[ExportMetricsServiceRequest] = queue.Queue()
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/metrics"
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.received.put(ExportMetricsServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(ExportMetricsServiceResponse().SerializeToString())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[str]:
+    """The address of a collector."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def committed(request: ExportMetricsServiceRequest) -> list[int]:
+    return [
+        point.as_int
+        for resource in request.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        if metric.name == "kvd.blocks.committed"
+        for point in metric.sum.data_points
+    ]
+
+
+def test_metrics_go_to_a_collector_the_last_ones_at_the_stop(
+    receiver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENDPOINT, receiver)
+    with running_daemon(settings()) as daemon, Client(daemon.endpoint) as client:
+        assert client.wait_attached(PATIENCE_SECONDS)
+        store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
+        daemon.stop()
+    request = Receiver.received.get_nowait()
+    (resource,) = request.resource_metrics
+    names = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert names["service.name"] == "kvd"
+    assert committed(request) == [4]
+
+
+def test_a_collector_that_never_answers_holds_no_stop_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with running_daemon(settings()) as daemon:
+            assert daemon.stop() == 0
+
+
+def test_a_collector_that_is_not_there_holds_no_stop_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    with running_daemon(settings()) as daemon:
+        assert daemon.stop() == 0
+
+
+def complaint(missing: str, tmp_path: Path, text: str) -> str:
+    """The one line of a kvd that lacks a package and did not start."""
+    config = tmp_path / "kvd.toml"
+    config.write_text(f'endpoint = "ipc://{tmp_path}/kvd.sock"\n{text}\n')
+    command = [sys.executable, "-c", WITHOUT, missing, "--config", config]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("missing", ["prometheus_client", "opentelemetry.exporter.prometheus"])
+def test_what_is_not_installed_is_one_line(missing: str, tmp_path: Path) -> None:
+    line = complaint(missing, tmp_path, 'http = {endpoint = "127.0.0.1:9464"}')
+    assert line.startswith("kvd: ")
+    assert line.endswith(": install kvd[telemetry]")
+
+
+def test_where_nothing_is_exported_nothing_need_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENDPOINT, raising=False)
+    assert "the first one" in complaint("opentelemetry.sdk", tmp_path, 'tiers = [{type = "lmdb"}]')
