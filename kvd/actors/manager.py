@@ -358,9 +358,6 @@ class Manager:
         """The answer to a match; `came` are blocks that were read for it, by tier."""
         lease = match.lease
         result = self._result(lease, came or {})
-        if is_new:
-            for tier, num_tokens in result.tokens_by_tier.items():
-                self.state.counters[f"tokens_from_{tier}"] += num_tokens
         if match.lacks_more:
             pending = self.state.num_pending(lease, match.rows)
             result = msgspec.structs.replace(result, pending_tokens=pending)
