@@ -79,8 +79,8 @@ def test_a_refusal_names_verb_and_client() -> None:
 
 
 def test_by_ipc_everything_may_be_asked_unless_operators_have_a_door() -> None:
-    alone = Doors(Config(), Counter())
-    beside = Doors(Config(operator=OperatorConfig("ipc:///run/operators.sock")), Counter())
+    alone = Doors(Config(), Counter(), {})
+    beside = Doors(Config(operator=OperatorConfig("ipc:///run/operators.sock")), Counter(), {})
     assert alone.access(b"\0name") == EVERYTHING
     assert beside.access(b"\0name") == INFERENCE_ALONE
     assert beside.access(b"operator\0name") == EVERYTHING
@@ -88,7 +88,7 @@ def test_by_ipc_everything_may_be_asked_unless_operators_have_a_door() -> None:
 
 def test_a_key_that_is_taken_out_of_the_configuration_may_ask_nothing() -> None:
     client = ClientConfig("client", KEY, salts=("",))
-    doors = Doors(Config(clients=(client,)), Counter())
+    doors = Doors(Config(clients=(client,)), Counter(), {})
     doors.configure(Config())
     assert doors.access(KEY.encode() + b"\0name") == NOTHING
     assert not doors.lets_in(KEY.encode())
@@ -97,7 +97,7 @@ def test_a_key_that_is_taken_out_of_the_configuration_may_ask_nothing() -> None:
 @given(st.binary(max_size=60))
 def test_who_comes_with_an_unknown_key_may_ask_nothing(key: bytes) -> None:
     client = ClientConfig("client", KEY, salts=("",))
-    doors = Doors(Config(clients=(client,)), Counter())
+    doors = Doors(Config(clients=(client,)), Counter(), {})
     assert doors.access(KEY.encode() + b"\0name") == access_of(client)
     assert doors.access(b"x" + key.replace(b"\0", b"") + b"\0name") == NOTHING
     assert doors.lets_in(KEY.encode())

@@ -125,7 +125,9 @@ def test_a_daemon_to_which_nobody_can_attach_is_not_ready() -> None:
 
 def test_a_daemon_that_starts_or_stops_is_healthy_and_not_ready() -> None:
     with watched_daemon(with_store()) as (daemon, port):
-        set_faults(daemon.data_directory, Faults.STUCK)
+        with Client(daemon.endpoint, timeout=PATIENCE_SECONDS) as client:
+            store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
+        set_faults(daemon.data_directory, Faults.STUCK)  # what is to be saved waits
         os.kill(daemon.pid, signal.SIGTERM)
         eventually(lambda: ready(port) == (503, {"phase": "stopping", "degraded": {}}))
         daemon.kill()
