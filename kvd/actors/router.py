@@ -12,16 +12,18 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import zmq
+from opentelemetry.trace import get_current_span, use_span
 
 import kvd
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.status import lease_status, namespace_status, pin_status
+from kvd.actors.traces import tell_answer
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
@@ -58,10 +60,11 @@ from kvd.protocol.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from kvd.telemetry import request_span
+from kvd.telemetry import refused, request_span, within
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
+    from opentelemetry.trace import Span
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
@@ -123,11 +126,11 @@ class Router:
         self._header = header
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
-        self._later: list[tuple[Session, AnyRequest, Later]] = []
+        self._later: list[tuple[Session, AnyRequest, Later, Span]] = []
         self._stirred = anyio.Event()
-        self._attaching: deque[tuple[bytes, AttachRequest]] = deque()
+        self._attaching: deque[tuple[bytes, AttachRequest, Span]] = deque()
         self._knocked = anyio.Event()
-        self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
+        self._checkpointing: list[tuple[bytes, CheckpointRequest, Span]] = []
         self._wanted = anyio.Event()
         self._is_closing = False
 
@@ -152,7 +155,7 @@ class Router:
             finally:
                 self._is_closing = True
                 self._loop.remove_reader(self._socket.fileno())
-                for _, _, later in self._later:
+                for _, _, later, _ in self._later:
                     later.close()
                 socket_path(self._config.resolved_endpoint).unlink(missing_ok=True)
 
@@ -169,18 +172,21 @@ class Router:
             for each in work:
                 tasks.start_soon(self._finish, *each)
 
-    async def _finish(self, session: Session, request: AnyRequest, later: Later) -> None:
+    async def _finish(
+        self, session: Session, request: AnyRequest, later: Later, span: Span
+    ) -> None:
         """Answer a request that had to wait."""
-        try:
-            answer = await later
-        except KvdError as error:
-            self._refuse(session.identity, request.id, error)
-        except Exception:
-            self._fail(session.identity, request)
-        else:
-            self._answer(session.identity, request, answer)
-        finally:
-            session.num_waiting -= 1
+        with use_span(span, end_on_exit=True):
+            try:
+                answer = await later
+            except KvdError as error:
+                self._refuse(session.identity, request.id, error)
+            except Exception:
+                self._fail(session.identity, request)
+            else:
+                self._answer(session.identity, request, answer)
+            finally:
+                session.num_waiting -= 1
         # Sending can swallow the news of requests: look for them.
         self._loop.call_soon(self._drain)
 
@@ -221,14 +227,18 @@ class Router:
             self._refuse(identity, request_id(header[:MAX_HEADER_BYTES]), error)
             return time.perf_counter()
         self.counters["requests"] += 1
-        with request_span(type(request).__name__, request.trace):
+        span = request_span(type(request).__name__, request.trace)
+        is_answered = True
+        with within(span):
             try:
                 self._check(request)
-                self._serve(identity, request, rest)
+                is_answered = self._serve(identity, request, rest)
             except KvdError as error:
                 self._refuse(identity, request.id, error)
             except Exception:
                 self._fail(identity, request)
+        if is_answered:
+            span.end()
         done = time.perf_counter()
         if (session := self._sessions.find(identity)) is not None:
             session.took(done - started)
@@ -240,11 +250,15 @@ class Router:
         if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
             raise DeadlineExceeded("the deadline had passed when the request was read")
 
-    def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> None:
-        """Answer what needs no session; the verbs of a session are served by Verbs."""
+    def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> bool:
+        """Answer what needs no session; the verbs of a session are served by Verbs.
+
+        False where the answer comes later; with it ends the span, which is kept beside the request.
+        """
         match request:
             case AttachRequest():
                 self._line_up(identity, request)
+                return False
             case StatusRequest():
                 self._send(identity, self._status(request))
             case LeasesRequest():
@@ -253,16 +267,18 @@ class Router:
                 self._send(identity, self._verify(request))
             case CheckpointRequest():
                 self._want_checkpoint(identity, request)
+                return False
             case DetachRequest():
                 self._end(self._sessions.get(identity))
                 self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
             case _:
                 session = self._sessions.get(identity)
                 answer = self._verbs.serve(session, request, frames)
-                if isinstance(answer, Answer):
-                    self._answer(identity, request, answer)
-                else:
+                if not isinstance(answer, Answer):
                     self._wait(session, request, answer)
+                    return False
+                self._answer(identity, request, answer)
+        return True
 
     def _wait(self, session: Session, request: AnyRequest, later: Later) -> None:
         """Have a request answered when it can be; of one session only so many wait."""
@@ -271,12 +287,14 @@ class Router:
             self._undo(session.identity, request)
             raise LimitExceeded(f"{most} requests of this session wait already")
         session.num_waiting += 1
-        self._later.append((session, request, later))
+        self._later.append((session, request, later, get_current_span()))
         self._stirred.set()
 
     # --- answers ---
 
     def _answer(self, identity: bytes, request: AnyRequest, answer: Answer) -> None:
+        if request.trace and (session := self._sessions.find(identity)) is not None:
+            tell_answer(self._manager.state, session.id, request, answer)
         if request.id == NO_REPLY and isinstance(answer.reply, DoneReply):
             return
         if answer.lease is not None:
@@ -319,6 +337,7 @@ class Router:
     def _refuse(self, identity: bytes, request: int, error: KvdError) -> None:
         self.counters["errors"] += 1
         self.counters[f"errors_{error.code}"] += 1
+        refused(error)
         reply = ErrorReply(
             id=request,
             epoch=self._epoch,
@@ -330,7 +349,7 @@ class Router:
 
     def _fail(self, identity: bytes, request: AnyRequest) -> None:
         """A fault of ours, and this request's alone: the daemon serves on, and says so."""
-        logger.exception("reason=internal %s failed", type(request).__name__)
+        logger.exception("reason=internal request=%s failed", type(request).__name__)
         self._refuse(identity, request.id, KvdError("internal error; see kvd's log"))
 
     # --- sessions ---
@@ -339,7 +358,7 @@ class Router:
         """A session costs more than what sessions ask: those that want one are served in turn."""
         if len(self._attaching) >= (most := self._config.limits.sessions):
             raise LimitExceeded(f"{most} clients attach already")
-        self._attaching.append((identity, request))
+        self._attaching.append((identity, request, get_current_span()))
         self._knocked.set()
 
     async def _attach_in_turn(self) -> None:
@@ -348,14 +367,15 @@ class Router:
             await self._knocked.wait()
             self._knocked = anyio.Event()
             while self._attaching:
-                identity, request = self._attaching.popleft()
-                try:
-                    self._check(request)
-                    self._send(identity, self._attach(identity, request))
-                except KvdError as error:
-                    self._refuse(identity, request.id, error)
-                except Exception:
-                    self._fail(identity, request)
+                identity, request, span = self._attaching.popleft()
+                with use_span(span, end_on_exit=True):
+                    try:
+                        self._check(request)
+                        self._send(identity, self._attach(identity, request))
+                    except KvdError as error:
+                        self._refuse(identity, request.id, error)
+                    except Exception:
+                        self._fail(identity, request)
                 self._loop.call_soon(self._drain)
                 await anyio.sleep(ATTACH_PAUSE_SECONDS)
 
@@ -370,7 +390,7 @@ class Router:
             if old is not None:
                 self._end(old)
         session = self._sessions.attach(identity, request.client, request.pid)
-        logger.info("session %s of %s (pid %s)", session.name, request.client, request.pid)
+        logger.info("session=%s of %s (pid %s)", session.name, request.client, request.pid)
         return AttachReply(
             id=request.id,
             epoch=self._epoch,
@@ -387,7 +407,7 @@ class Router:
         if self._sessions.find(session.identity) is session:
             self._sessions.end(session)
             self._manager.end_session(session.id)
-            logger.info("session %s ended", session.name)
+            logger.info("session=%s ended", session.name)
 
     async def _sweep(self) -> None:
         """See again and again whose processes are gone."""
@@ -400,7 +420,7 @@ class Router:
             for session_id in swept:
                 if (left := self._sessions.gone(session_id)) is not None:
                     self._manager.end_session(session_id)
-                    logger.info("session %s is gone (%s)", left.name, left.client)
+                    logger.info("session=%s is gone (%s)", left.name, left.client)
                 self._manager.session_gone(session_id)
             self._manager.free_earlier(self._sessions.earlier)
             with anyio.CancelScope(shield=True):  # whoever sweeps next must find them unlocked
@@ -420,7 +440,7 @@ class Router:
     def _want_checkpoint(self, identity: bytes, request: CheckpointRequest) -> None:
         if len(self._checkpointing) >= (most := self._config.limits.session_waiting):
             raise LimitExceeded(f"{most} checkpoints are waited for already")
-        self._checkpointing.append((identity, request))
+        self._checkpointing.append((identity, request, get_current_span()))
         self._wanted.set()
 
     async def _checkpoint(self) -> None:
@@ -430,15 +450,15 @@ class Router:
             self._wanted = anyio.Event()
             asked, self._checkpointing = self._checkpointing, []
             try:
-                num_blocks = await self._mover.checkpoint()
+                num_blocks = await self._mover.checkpoint([span for _, _, span in asked])
             except KvdError as error:
-                for identity, request in asked:
+                for identity, request in _each_in_its_span(asked):
                     self._refuse(identity, request.id, error)
             except Exception:
-                for identity, request in asked:
+                for identity, request in _each_in_its_span(asked):
                     self._fail(identity, request)
             else:
-                for identity, request in asked:
+                for identity, request in _each_in_its_span(asked):
                     reply = CheckpointReply(id=request.id, epoch=self._epoch, num_blocks=num_blocks)
                     self._send(identity, reply)
             self._loop.call_soon(self._drain)
@@ -490,3 +510,12 @@ class Router:
             num_leases=len(state.leases),
             num_pins=len(state.pins),
         )
+
+
+def _each_in_its_span(
+    asked: Sequence[tuple[bytes, CheckpointRequest, Span]],
+) -> Iterator[tuple[bytes, CheckpointRequest]]:
+    """Each of them while its span is the current one, which ends then."""
+    for identity, request, span in asked:
+        with use_span(span, end_on_exit=True):
+            yield identity, request
