@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,10 @@ try:
     import anyio
     import uvloop  # noqa: F401 - anyio asks for it by name
 
+    from kvd import sdk
     from kvd.config import Config, LogConfig, load
     from kvd.daemon import Daemon
+    from kvd.logs import JsonFormatter, StormFilter, TextFormatter
 except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
 
@@ -44,7 +46,9 @@ def _run(args: argparse.Namespace) -> int:
         config = msgspec.structs.replace(config, log=_log_config(config.log, args))
         _set_up_logging(config.log)
         _raise_descriptor_limit()
-        anyio.run(_serve, config, backend_options={"use_uvloop": True})
+        flush = sdk.start("kvd")
+        stop_by = anyio.run(_serve, config, backend_options={"use_uvloop": True})
+        flush(stop_by)
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return 1
@@ -69,7 +73,8 @@ def _log_config(config: LogConfig, args: argparse.Namespace) -> LogConfig:
     return LogConfig(args.log_level or config.level, args.log_format or config.format)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config) -> float:
+    """Until a signal; when the stop must be over (time.monotonic)."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with Daemon(config) as daemon:
             tiers = ", ".join(
@@ -81,6 +86,8 @@ async def _serve(config: Config) -> None:
             async for number in signals:
                 logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
                 break
+            stop_by = time.monotonic() + config.grace_seconds
+    return stop_by
 
 
 def _raise_descriptor_limit() -> None:
@@ -89,26 +96,10 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
 def _set_up_logging(config: LogConfig) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        _JsonFormatter()
-        if config.format == "json"
-        else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
-    )
+    handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
+    handler.addFilter(StormFilter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
 
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kvd_tiers": ["kvd_tiers", "kvd.tiers", "kvd.protocol", "kvd.arena"],
     "kvd_client": ["kvd_client", "kvd.protocol", "kvd.arena"],
     "kvd_ctl": ["kvd_ctl", "kvd_client"],
-    "kvd_infer": ["kvd_infer", "kvd_client"],
+    "kvd_infer": ["kvd_infer", "kvd_client", "kvd.sdk"],
 }
 
 # The only modules, or packages, that may import these.
@@ -42,7 +42,9 @@ IMPORTED_BY = {
     "transformers": ["kvd_infer"],
     "starlette": ["kvd_infer.server"],
     "uvicorn": ["kvd_infer.server"],
-    "opentelemetry.sdk": ["kvd.__main__"],
+    "opentelemetry.sdk": ["kvd.sdk"],
+    "opentelemetry.exporter": ["kvd.sdk"],
+    "kvd.sdk": ["kvd.__main__", "kvd_infer.__main__"],
     "pickle": [],
 }
 
