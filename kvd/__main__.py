@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import logging
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import kvd
@@ -22,11 +22,11 @@ try:
     import anyio
     import uvloop  # noqa: F401 - anyio asks for it by name
 
-    from kvd import systemd
+    from kvd import sdk, systemd
     from kvd.check import check
     from kvd.daemon import Daemon
     from kvd.loading import Loaded, find, load, profiles
-    from kvd.sdk import exporting_metrics
+    from kvd.logs import JsonFormatter, StormFilter, TextFormatter
 except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
 
@@ -53,8 +53,9 @@ def _run(args: argparse.Namespace) -> int:
         loaded = _load(args)
         _set_up_logging(loaded.config.log)
         _raise_descriptor_limit()
-        with exporting_metrics(loaded.config.http):
-            anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
+        flush = sdk.start("kvd", prometheus=bool(loaded.config.http.endpoint))
+        stop_by = anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
+        flush(stop_by)
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
         return 1
@@ -91,7 +92,8 @@ def _load(args: argparse.Namespace) -> Loaded:
     return load(args.config, os.environ, given)
 
 
-async def _serve(loaded: Loaded) -> None:
+async def _serve(loaded: Loaded) -> float:
+    """Until a signal; when the stop must be over (time.monotonic)."""
     systemd.notify(STATUS="recovering")
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     with anyio.open_signal_receiver(*numbers) as signals:
@@ -115,7 +117,9 @@ async def _serve(loaded: Loaded) -> None:
             await _until_told_to_stop(signals, daemon)
             systemd.notify(STOPPING=1, STATUS="saving")
             systemd.extend(daemon.config.grace_seconds)
+            stop_by = time.monotonic() + daemon.config.grace_seconds
             reports.cancel_scope.cancel()
+    return stop_by
 
 
 async def _until_told_to_stop(signals: AsyncIterator[signal.Signals], daemon: Daemon) -> None:
@@ -141,30 +145,14 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
 def _log_as_told(config: Config) -> None:
     _set_up_logging(config.log)
 
 
 def _set_up_logging(config: LogConfig) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        _JsonFormatter()
-        if config.format == "json"
-        else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
-    )
+    handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
+    handler.addFilter(StormFilter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
 
 

@@ -1,21 +1,26 @@
-"""The OpenTelemetry SDK, for the `kvd` command: a program that embeds a Daemon has its own."""
+"""The SDK of OpenTelemetry, for commands: what sends their spans and metrics.
+
+Programs that embed the daemon, or use a client, set up their own. The SDK is imported only where
+something is to be sent, or asked for.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-from opentelemetry import metrics
 
 from kvd.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
-
-    from kvd.config import HttpConfig
+    from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger(__name__)
 
@@ -25,59 +30,120 @@ FLUSH_SECONDS = 1.0
 BOUNDARIES = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30)
 
 
-@contextmanager
-def exporting_metrics(config: HttpConfig) -> Iterator[None]:
-    """Have metrics for who asks `http.endpoint`, and send them to OTEL_EXPORTER_OTLP_ENDPOINT.
+def start(service: str, *, prometheus: bool = False) -> Callable[[float], None]:
+    """Send spans and metrics in the background where OTEL_EXPORTER_OTLP_ENDPOINT says, if it does.
 
-    The other variables of the SDK's hold as well. At the end the last ones are sent, for
-    FLUSH_SECONDS at most. Raises ConfigError for what is not installed or cannot be used.
+    With `prometheus`, metrics are kept for who asks for them as well. The other variables of the
+    SDK's hold; `service` is the name where they give none. What is returned sends what is left, for
+    FLUSH_SECONDS and up to a time (time.monotonic) at most. Raises ConfigError where metrics cannot
+    be kept; what cannot be sent is logged.
     """
-    if not (config.endpoint or _is_sending()):
-        yield
-        return
+    providers: list[TracerProvider | MeterProvider] = []
+    readers = [_asked_for()] if prometheus else []
+    if _is_sent("TRACES"):
+        with _telling():
+            providers.append(_tracer_provider(service))
+    if _is_sent("METRICS"):
+        with _telling():
+            readers.append(_sent_again_and_again())
+    if readers:
+        providers.append(_meter_provider(service, readers))
+
+    def flush(end: float) -> None:
+        # The SDK waits for ten seconds and more.
+        endings = [threading.Thread(target=_end, args=(each,), daemon=True) for each in providers]
+        for ending in endings:
+            ending.start()
+        end = min(end, time.monotonic() + FLUSH_SECONDS)
+        for ending in endings:
+            ending.join(max(0.0, end - time.monotonic()))
+
+    return flush
+
+
+def _end(provider: TracerProvider | MeterProvider) -> None:
     try:
-        provider = _meter_provider(is_asked=bool(config.endpoint))
+        provider.shutdown()
+    except Exception as error:  # whatever it is, the program has stopped well
+        logger.warning("reason=no_telemetry the last of it was not sent: %s", error)
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What cannot be sent is no reason not to run."""
+    try:
+        yield
     except ModuleNotFoundError as error:
-        raise ConfigError(f"metrics cannot be exported: {error}: install kvd[telemetry]") from error
+        logger.warning("reason=no_telemetry %s: install kvd[telemetry]", error)
     except ValueError as error:
-        raise ConfigError(f"metrics cannot be exported: {error}") from error
-    metrics.set_meter_provider(provider)
+        logger.warning("reason=no_telemetry %s", error)
+
+
+def _is_sent(signal: str) -> bool:
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    is_off = is_disabled or os.environ.get(f"OTEL_{signal}_EXPORTER") == "none"
+    return not is_off and bool(_variable(signal, "ENDPOINT"))
+
+
+def _variable(signal: str, name: str) -> str:
+    """A variable of the exporter's: of this signal, or of all that is sent."""
+    for prefix in (f"OTEL_EXPORTER_OTLP_{signal}", "OTEL_EXPORTER_OTLP"):
+        if value := os.environ.get(f"{prefix}_{name}"):
+            return value
+    return ""
+
+
+def _check_protocol(signal: str) -> None:
+    if (protocol := _variable(signal, "PROTOCOL")) not in ("", "http/protobuf"):
+        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; served is http/protobuf")
+
+
+def _tracer_provider(service: str) -> TracerProvider:
+    """Raises ValueError for a variable that cannot be used."""
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    _check_protocol("TRACES")
+    # At the end of the process it would wait for a dead collector.
+    provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    return provider
+
+
+def _asked_for() -> MetricReader:
     try:
-        yield
-    finally:
-        try:
-            provider.shutdown(timeout_millis=1000 * FLUSH_SECONDS)
-        except Exception as error:  # whatever it is, the daemon has stopped well
-            logger.warning("reason=telemetry the last metrics were not sent: %s", error)
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"metrics cannot be kept: {error}: install kvd[telemetry]") from error
+    return PrometheusMetricReader(scope_info_enabled=False)
 
 
-def _is_sending() -> bool:
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
-    is_on = os.environ.get("OTEL_METRICS_EXPORTER") != "none"
-    return is_on and any(map(os.environ.get, names))
+def _sent_again_and_again() -> MetricReader:
+    """Raises ValueError for a variable that cannot be used."""
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    _check_protocol("METRICS")
+    return PeriodicExportingMetricReader(OTLPMetricExporter())
 
 
-def _meter_provider(*, is_asked: bool) -> MeterProvider:
+def _meter_provider(service: str, readers: Sequence[MetricReader]) -> MeterProvider:
+    from opentelemetry import metrics
     from opentelemetry.sdk.metrics import Histogram, MeterProvider
-    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
     from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
+
+    buckets = ExplicitBucketHistogramAggregation(BOUNDARIES)
+    view = View(instrument_type=Histogram, instrument_unit="s", aggregation=buckets)
+    provider = MeterProvider(readers, _resource(service), shutdown_on_exit=False, views=[view])
+    metrics.set_meter_provider(provider)
+    return provider
+
+
+def _resource(service: str) -> Resource:
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
 
-    readers: list[MetricReader] = []
-    if is_asked:
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
-
-        readers.append(PrometheusMetricReader(scope_info_enabled=False))
-    if _is_sending():
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
-    named = Resource({SERVICE_NAME: "kvd"}).merge(OTELResourceDetector().detect())
-    buckets = ExplicitBucketHistogramAggregation(BOUNDARIES)
-    view = View(instrument_type=Histogram, instrument_name="kvd.*", aggregation=buckets)
-    return MeterProvider(
-        readers,
-        Resource.create(named.attributes),
-        shutdown_on_exit=False,  # it would wait for a dead collector
-        views=[view],
-    )
+    named = Resource({SERVICE_NAME: service}).merge(OTELResourceDetector().detect())
+    return Resource.create(named.attributes)

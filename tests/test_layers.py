@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kvd_tiers": ["kvd_tiers", "kvd.tiers", "kvd.protocol", "kvd.arena"],
     "kvd_client": ["kvd_client", "kvd.protocol", "kvd.arena"],
     "kvd_ctl": ["kvd_ctl", "kvd_client", "kvd.arena", "kvd.protocol", "kvd.config", "kvd.loading"],
-    "kvd_infer": ["kvd_infer", "kvd_client"],
+    "kvd_infer": ["kvd_infer", "kvd_client", "kvd.sdk"],
 }
 
 # The only modules, or packages, that may import these.
@@ -51,7 +51,7 @@ IMPORTED_BY = {
     "opentelemetry.sdk": ["kvd.sdk"],
     "opentelemetry.exporter": ["kvd.sdk"],
     "prometheus_client": ["kvd.actors.http"],
-    "kvd.sdk": ["kvd.__main__"],
+    "kvd.sdk": ["kvd.__main__", "kvd_infer.__main__"],
     "pickle": [],
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,18 @@ import pytest
 import kvd
 from kvd.protocol.units import format_bytes
 from kvd.testing.daemons import DaemonFailed, running_daemon
+from kvd.testing.faults import Faults, set_faults
+from kvd_client import Client, TierFailed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import capacity_of, settings
+from tests.e2e.support import (
+    IDENTITY,
+    LAYOUT,
+    capacity_of,
+    settings,
+    store,
+    tokens_of,
+    with_store,
+)
 
 
 def run(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -198,6 +209,17 @@ def test_a_log_in_json_is_json() -> None:
         lines = [json.loads(line) for line in daemon.log.splitlines()]
         assert {"time", "level", "logger", "message"} <= lines[-1].keys()
         assert (lines[-1]["logger"], lines[-1]["message"]) == ("kvd", "SIGTERM: stopping")
+
+
+def test_no_log_has_tokens_or_salts() -> None:
+    with running_daemon(with_store(log={"level": "debug"})) as daemon:
+        with Client(daemon.endpoint, timeout=30.0) as client:
+            store(client.open(IDENTITY, LAYOUT, salt="a secret"), tokens_of(77, 8))
+            set_faults(daemon.data_directory, Faults.GONE)
+            with pytest.raises(TierFailed):
+                client.checkpoint()
+        assert "reason=tier_failed" in daemon.log
+        assert re.findall(r"a secret|\b77000\d\d\b", daemon.log) == []
 
 
 # Imports all it can as root, who alone may read this Python perhaps, and is nobody then.

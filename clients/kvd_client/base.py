@@ -185,17 +185,21 @@ class ClientBase:
 
     def _status(self) -> Operation[StatusReply]:
         deadline = self.deadline(None)
-        request = StatusRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        request = StatusRequest(id=self.next_id(), deadline_ns=wire(deadline), trace=traceparent())
         return (yield from self._ask(Call(request), deadline, StatusReply))  # needs no session
 
     def _leases_of_all(self, limit: int) -> Operation[LeasesReply]:
         deadline = self.deadline(None)
-        request = LeasesRequest(id=self.next_id(), deadline_ns=wire(deadline), limit=limit)
+        request = LeasesRequest(
+            id=self.next_id(), deadline_ns=wire(deadline), trace=traceparent(), limit=limit
+        )
         return (yield from self._ask(Call(checked(request)), deadline, LeasesReply))
 
     def _checkpoint(self, timeout: float | None) -> Operation[int]:
         deadline = self.deadline(timeout)
-        request = CheckpointRequest(id=self.next_id(), deadline_ns=wire(deadline))
+        request = CheckpointRequest(
+            id=self.next_id(), deadline_ns=wire(deadline), trace=traceparent()
+        )
         try:
             reply = yield from self._ask(Call(request), deadline, CheckpointReply)
         except DeadlineExceeded as error:
@@ -259,7 +263,9 @@ class ClientBase:
 
     def _ask_to_verify(self, *, start: bool) -> Operation[VerifyReply]:
         deadline = self.deadline(None)
-        request = VerifyRequest(id=self.next_id(), deadline_ns=wire(deadline), start=start)
+        request = VerifyRequest(
+            id=self.next_id(), deadline_ns=wire(deadline), trace=traceparent(), start=start
+        )
         return (yield from self._ask(Call(request), deadline, VerifyReply))
 
     def _config(self) -> Operation[ConfigReply]:
@@ -286,7 +292,11 @@ class ClientBase:
         item = PinItem(namespace, count, seconds, owner or "", pack_extras(extras, 0, count))
         session = yield from self.session(deadline)
         request = PinRequest(
-            id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline), items=(item,)
+            id=self.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            trace=traceparent(),
+            items=(item,),
         )
         reply = yield from self.request(session, checked(request), deadline, PinReply, packed)
         return result_of(reply.results)
@@ -347,7 +357,11 @@ class ClientBase:
         item = DropItem(namespace, count, from_block, pack_extras(extras, 0, count))
         session = yield from self.session(deadline)
         request = DropRequest(
-            id=self.next_id(), epoch=session.epoch, deadline_ns=wire(deadline), items=(item,)
+            id=self.next_id(),
+            epoch=session.epoch,
+            deadline_ns=wire(deadline),
+            trace=traceparent(),
+            items=(item,),
         )
         reply = yield from self.request(session, checked(request), deadline, DropReply, packed)
         return result_of(reply.results)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.protocol.messages import AnyReply, DoneReply, LoadReply, LoadRequest, StoreRequest
+from kvd_client.session import traceparent
 
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
@@ -53,6 +54,7 @@ class Copies:
         request = kind(
             id=self.client.next_id(),
             epoch=self.session.epoch,
+            trace=traceparent(),
             lease=self.lease,
             pages=piece.runs,
             first_slice=piece.first_slice,

@@ -5,6 +5,7 @@ ended a generation.
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+from kvd import sdk
 from kvd_client import KvdError
 
 try:
@@ -122,7 +124,11 @@ def main() -> None:
     # ten times as long. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    app()
+    flush = sdk.start("kvd-infer")
+    try:
+        app()
+    finally:
+        flush(math.inf)
 
 
 if __name__ == "__main__":

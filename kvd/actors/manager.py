@@ -25,6 +25,7 @@ from kvd.actors.sessions import session_name
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.actors.together import together
+from kvd.actors.traces import Origins
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of
@@ -165,6 +166,7 @@ class Manager:
         self.changed = changed
         self.unsummed: deque[tuple[int, Pages]] = deque()
         self.trouble = ""
+        self.origins = Origins()
         self._opening = anyio.Lock()
         self._waiters: deque[_Waiter] = deque()
         # Work for the tier's thread, one after the other: memory is taken before it is given.
@@ -605,6 +607,7 @@ class Manager:
                     self.arenas[step.arena].table.commit(
                         step.pages, step.parent, step.first_block, step.rows, step.namespace
                     )
+                    self.origins.note(step.arena, self.arenas[step.arena].table, step.pages)
                     if self._tier.tier.survives:
                         self.unsummed.append((step.arena, step.pages))
                     self.changed.set()
@@ -649,7 +652,7 @@ class Manager:
         spaces = [space for space in self.state.memory.spaces() if space.arena.layout == layout]
         num_blocks = sum(space.tree.counts[actor.state.tier] for space in spaces)
         logger.warning(
-            "reason=crowded tier %s gives up %d blocks of a layout, whose files have the room that "
+            "reason=crowded tier=%s gives up %d blocks of a layout, whose files have the room that "
             "is due to others and cannot shrink",
             actor.name,
             num_blocks,
@@ -740,7 +743,7 @@ class Manager:
                 try:
                     await function(*args)
                 except TierFailed as error:
-                    logger.error("reason=tier_failed %s", error)
+                    logger.error("reason=tier_failed tier=%s %s", self._tier.tier.name, error)
                 except Exception:
                     logger.exception("reason=internal work on memory failed")
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVarTuple
 
 import anyio
+from opentelemetry.trace import Link, use_span
 
+from kvd import telemetry
 from kvd.actors.signal import Signal
 from kvd.actors.together import together
 from kvd.arena.page_table import NO_PARENT, PageState
@@ -30,6 +32,7 @@ from kvd.tiers.copying import Copy
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
+    from opentelemetry.trace import Span
 
     from kvd.actors.manager import Manager
     from kvd.actors.sequences import Sequences
@@ -80,6 +83,7 @@ class _Work:
 
     tier: int
     reason: PromotionReason
+    span: Span
     done: anyio.Event = field(default_factory=anyio.Event)
     is_good: bool = False
 
@@ -207,26 +211,36 @@ class Mover:
         assert store is not None
         abouts = [about(*each) for each in zip(write.parents, write.rows, strict=True)]
         sums = arena.table.checksums(write.pages).tolist()
-        job = actor.submit(
-            actor.writer.write,
-            *(store, arena, write.pages, write.keys, abouts, sums),
-            then=lambda _: actor.wrote(store, write.keys),
-        )
-        with timed(tier_duration, {"tier": actor.name, "operation": "write"}):
+        with (
+            telemetry.tracer.start_as_current_span(
+                telemetry.DEMOTE,
+                attributes=_sizes(actor, arena.layout, len(write.pages)),
+                links=self._manager.origins.links(write.arena.id, arena.table, write.pages),
+            ),
+            timed(tier_duration, {"tier": actor.name, "operation": "write"}),
+        ):
+            job = actor.submit(
+                actor.writer.write,
+                *(store, arena, write.pages, write.keys, abouts, sums),
+                then=lambda _: actor.wrote(store, write.keys),
+            )
             bad: list[int] = await actor.finish(job)
         if not bad:
             actor.state.counters["written_bytes"] += write.num_bytes
         return bad
 
-    async def checkpoint(self) -> int:
+    async def checkpoint(self, asked: Sequence[Span] = ()) -> int:
         """Copy down all that has no copy yet in the stores that survive; how many blocks.
 
         When it returns they survive a power loss, with the saved sequences, and what was dropped
         before stays dropped. All is tried beside each other, however long one of them takes; raises
         the first error, and TierFailed where blocks have no copy since later ones took their room.
+        It is linked to the requests that `asked` for it.
         """
+        links = [Link(span.get_span_context()) for span in asked]
         try:
-            num_blocks = await self._checkpoint()
+            with telemetry.tracer.start_as_current_span(telemetry.CHECKPOINT, links=links):
+                num_blocks = await self._checkpoint()
         except BaseException:
             self._state.counters["checkpoints_failed"] += 1
             raise
@@ -337,28 +351,36 @@ class Mover:
             waiting = sum(each.tier == lacking.tier for each in self._works.values())
             if lacking.keys and waiting >= MAX_WORKS:
                 return None
-            work = self._works[name] = _Work(lacking.tier, reason)
+            span = telemetry.tracer.start_span(
+                telemetry.PROMOTE if lacking.keys else telemetry.VERIFY,
+                attributes={telemetry.NAMESPACE: space.identity.model},
+            )
+            work = self._works[name] = _Work(lacking.tier, reason, span)
             self._tasks.start_soon(self._bring, name, space, tokens, lacking, work)
+        else:
+            telemetry.linked(work.span)
         return work
 
     async def _bring(
         self, name: object, space: Namespace, tokens: Tokens, lacking: Lacking, work: _Work
     ) -> None:
-        try:
-            if lacking.keys:
-                async with self._promoting[self._stores[lacking.tier - 1]]:
-                    work.is_good = await self._promote(space, tokens, work)
-            else:
-                size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
-                await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
-                work.is_good = True
-        except KvdError as error:
-            logger.debug("blocks could not be brought: %s", error)
-        except Exception:
-            logger.exception("reason=internal blocks could not be brought")
-        finally:
-            del self._works[name]
-            work.done.set()
+        with use_span(work.span, end_on_exit=True):
+            try:
+                if lacking.keys:
+                    async with self._promoting[self._stores[lacking.tier - 1]]:
+                        work.is_good = await self._promote(space, tokens, work)
+                else:
+                    size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
+                    await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
+                    work.is_good = True
+            except KvdError as error:
+                telemetry.refused(error)
+                logger.debug("blocks could not be brought: %s", error)
+            except Exception:
+                logger.exception("reason=internal blocks could not be brought")
+            finally:
+                del self._works[name]
+                work.done.set()
 
     async def _promote(self, space: Namespace, tokens: Tokens, work: _Work) -> bool:
         """Read the next blocks of these tokens into memory; True when it is worth to look again.
@@ -377,7 +399,12 @@ class Mover:
             keys = lacking.keys[: max(1, self._promote_bytes // layout.page_bytes)]
             first, width = lease.num_blocks, space.tree.block_bytes
             pages = await self._pages(lease, len(keys))
-            with timed(tier_duration, {"tier": actor.name, "operation": "read"}):
+            with (
+                telemetry.tracer.start_as_current_span(
+                    telemetry.READ, attributes=_sizes(actor, layout, len(keys))
+                ),
+                timed(tier_duration, {"tier": actor.name, "operation": "read"}),
+            ):
                 copies = await actor.read(copying.read, store, arena, pages, keys)
             good = next((at for at, copy in enumerate(copies) if copy is not Copy.GOOD), len(keys))
             if good:
@@ -479,11 +506,20 @@ class Mover:
         if copy is Copy.BAD:
             self._state.counters["checksum_failures"] += 1
             logger.error(
-                "reason=checksum a block of %s, %d tokens in, is damaged: it is removed with what "
-                "follows it",
+                "reason=checksum namespace=%s: a block, %d tokens in, is damaged: it is removed "
+                "with what follows it",
                 space.identity.model,
                 len(tokens) // space.tree.row_bytes,
             )
         else:
             self._state.counters["blocks_missing"] += 1
         self._manager.carry_out(plan)
+
+
+def _sizes(actor: StoreActor, layout: Layout, num_blocks: int) -> dict[str, str | int]:
+    """The attributes of a span in which a tier reads or writes blocks."""
+    return {
+        telemetry.TIER: actor.name,
+        telemetry.NUM_BLOCKS: num_blocks,
+        telemetry.NUM_BYTES: num_blocks * layout.page_bytes,
+    }

@@ -40,7 +40,9 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
             await _adopt(manager, tier, adopted)
         except Exception as error:  # whatever lies there: it hinders no start
             level = logging.WARNING if isinstance(error, KvdError) else logging.ERROR
-            logger.log(level, "reason=not_adopted %s", adopted.arena.path, exc_info=error)
+            logger.log(
+                level, "reason=not_adopted path=%s is removed", adopted.arena.path, exc_info=error
+            )
             manager.give_up(adopted.arena)
             await tier.remove_arena(adopted.arena)
     for actor in stores:
@@ -89,9 +91,9 @@ async def _adopt(manager: Manager, tier: TierActor, adopted: Adopted) -> None:
     manager.state.counters["blocks_adopted"] += len(kept)
     manager.state.counters["blocks_rootless"] += int(is_block.sum()) - len(kept)
     logger.info(
-        "%d blocks adopted from %s, %d pages in doubt, in %.2f s",
-        len(kept),
+        "path=%s: %d blocks adopted, %d pages in doubt, in %.2f s",
         adopted.arena.path,
+        len(kept),
         sum(map(len, found.quarantined.values())),
         time.monotonic() - started,
     )
@@ -111,7 +113,11 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
             spaces[key] = await manager.known_namespace(infos[key])
         except KvdError as error:
             all_known = False
-            logger.warning("reason=not_recovered %s: %s", infos[key].identity.model, error)
+            logger.warning(
+                "reason=not_recovered namespace=%s is left out: %s",
+                infos[key].identity.model,
+                error,
+            )
     forest = read_store(records, spaces)
     planted = await anyio.to_thread.run_sync(plant, forest, actor.state.tier)
     lost = [key for (key, _), is_there in zip(records, planted, strict=True) if not is_there]
@@ -125,9 +131,9 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     manager.state.counters["blocks_rootless"] += len(lost)
     seconds = time.monotonic() - started
     logger.info(
-        "%d blocks recovered from tier %s, %d without a root, in %.2f s",
-        len(records) - len(lost),
+        "tier=%s: %d blocks recovered, %d without a root, in %.2f s",
         actor.tier.name,
+        len(records) - len(lost),
         len(lost),
         seconds,
     )

@@ -12,13 +12,14 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 import zmq
 from msgspec.structs import replace
+from opentelemetry.trace import get_current_span, use_span
 
 import kvd
 from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
@@ -26,6 +27,7 @@ from kvd.actors.inspection import explained, listed
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.signal import Signal
 from kvd.actors.status import lease_status, namespace_status, pin_status
+from kvd.actors.traces import tell_answer
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs, tokens_in
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
@@ -69,10 +71,19 @@ from kvd.protocol.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from kvd.telemetry import Timings, request_duration, request_span, request_wait, timed
+from kvd.telemetry import (
+    Timings,
+    refused,
+    request_duration,
+    request_span,
+    request_wait,
+    timed,
+    within,
+)
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
+    from opentelemetry.trace import Span
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
@@ -146,12 +157,12 @@ class Router:
         self._header = header
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
-        self._later: list[tuple[bytes, AnyRequest, Later, Session | None]] = []
+        self._later: list[tuple[bytes, AnyRequest, Later, Session | None, Span]] = []
         self._stirred = anyio.Event()
-        self._attaching: deque[tuple[bytes, AttachRequest]] = deque()
+        self._attaching: deque[tuple[bytes, AttachRequest, Span]] = deque()
         self._knocked = anyio.Event()
         self._configured = Signal()
-        self._checkpointing: list[tuple[bytes, CheckpointRequest]] = []
+        self._checkpointing: list[tuple[bytes, CheckpointRequest, Span]] = []
         self._wanted = anyio.Event()
         self._drained = Signal()
         self._is_closing = False
@@ -179,7 +190,7 @@ class Router:
                 self._is_closing = True
                 for door in self._doors:
                     self._loop.remove_reader(door.socket.fileno())
-                for _, _, later, _ in self._later:
+                for _, _, later, *_ in self._later:
                     later.close()
 
     async def pulse(self) -> None:
@@ -225,21 +236,27 @@ class Router:
                 tasks.start_soon(self._finish, *each)
 
     async def _finish(
-        self, identity: bytes, request: AnyRequest, later: Later, session: Session | None
+        self,
+        identity: bytes,
+        request: AnyRequest,
+        later: Later,
+        session: Session | None,
+        span: Span,
     ) -> None:
         """Answer a request that had to wait, of a session or of an operator without one."""
-        try:
-            with timed(request_wait, {"verb": request.verb}):
-                answer = await later
-        except KvdError as error:
-            self._refuse(identity, request.id, error)
-        except Exception:
-            self._fail(identity, request)
-        else:
-            self._answer(identity, request, answer)
-        finally:
-            if session is not None:
-                session.num_waiting -= 1
+        with use_span(span, end_on_exit=True):
+            try:
+                with timed(request_wait, {"verb": request.verb}):
+                    answer = await later
+            except KvdError as error:
+                self._refuse(identity, request.id, error)
+            except Exception:
+                self._fail(identity, request)
+            else:
+                self._answer(identity, request, answer)
+            finally:
+                if session is not None:
+                    session.num_waiting -= 1
         # Sending can swallow the news of requests: look for them.
         self._look_again()
 
@@ -271,14 +288,18 @@ class Router:
         if door.is_remote and request.deadline_ns:  # by a clock of its own
             request = replace(request, deadline_ns=time.monotonic_ns() + request.deadline_ns)
         self.counters["requests"] += 1
-        with request_span(type(request).__name__, request.trace):
+        span = request_span(type(request).__name__, request.trace)
+        is_answered = True
+        with within(span):
             try:
                 self._check(request)
-                self._serve(identity, request, rest)
+                is_answered = self._serve(identity, request, rest)
             except KvdError as error:
                 self._refuse(identity, request.id, error)
             except Exception:
                 self._fail(identity, request)
+        if is_answered:
+            span.end()
         done = time.perf_counter()
         self.timings.note(request.verb, done - started)
         if (session := self._sessions.find(identity)) is not None:
@@ -291,12 +312,16 @@ class Router:
         if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
             raise DeadlineExceeded("the deadline had passed when the request was read")
 
-    def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> None:
-        """Answer what needs no session; the verbs of a session are served by Verbs."""
+    def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> bool:
+        """Answer what needs no session; the verbs of a session are served by Verbs.
+
+        False where the answer comes later; with it ends the span, which is kept beside the request.
+        """
         self._doors.access(identity).check(request)
         match request:
             case AttachRequest():
                 self._line_up(identity, request)
+                return False
             case StatusRequest():
                 self._send(identity, self._status(request))
             case LeasesRequest():
@@ -314,21 +339,24 @@ class Router:
                 self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
             case CheckpointRequest():
                 self._want_checkpoint(identity, request)
+                return False
             case ConfigRequest():
                 values = self._reloader.listed()
                 self._send(identity, ConfigReply(id=request.id, epoch=self._epoch, values=values))
             case ReloadRequest():
                 self._begin(identity, request, self._reload(request))
+                return False
             case DetachRequest():
                 self._end(self._sessions.get(identity))
                 self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
             case _:
                 session = self._sessions.get(identity)
                 answer = self._verbs.serve(session, request, frames)
-                if isinstance(answer, Answer):
-                    self._answer(identity, request, answer)
-                else:
+                if not isinstance(answer, Answer):
                     self._wait(session, request, answer)
+                    return False
+                self._answer(identity, request, answer)
+        return True
 
     def _wait(self, session: Session, request: AnyRequest, later: Later) -> None:
         """Have a request answered when it can be; of one session only so many wait."""
@@ -342,12 +370,14 @@ class Router:
     def _begin(
         self, identity: bytes, request: AnyRequest, later: Later, session: Session | None = None
     ) -> None:
-        self._later.append((identity, request, later, session))
+        self._later.append((identity, request, later, session, get_current_span()))
         self._stirred.set()
 
     # --- answers ---
 
     def _answer(self, identity: bytes, request: AnyRequest, answer: Answer) -> None:
+        if request.trace and (session := self._sessions.find(identity)) is not None:
+            tell_answer(self._manager.state, session.id, request, answer)
         if request.id == NO_REPLY and isinstance(answer.reply, DoneReply):
             return
         if answer.lease is not None:
@@ -392,6 +422,7 @@ class Router:
     def _refuse(self, identity: bytes, request: int, error: KvdError) -> None:
         self.counters["errors"] += 1
         self.counters[f"errors_{error.code}"] += 1
+        refused(error)
         reply = ErrorReply(
             id=request,
             epoch=self._epoch,
@@ -403,7 +434,7 @@ class Router:
 
     def _fail(self, identity: bytes, request: AnyRequest) -> None:
         """A fault of ours, and this request's alone: the daemon serves on, and says so."""
-        logger.exception("reason=internal %s failed", type(request).__name__)
+        logger.exception("reason=internal request=%s failed", type(request).__name__)
         self._refuse(identity, request.id, KvdError("internal error; see kvd's log"))
 
     # --- sessions ---
@@ -412,7 +443,7 @@ class Router:
         """A session costs more than what sessions ask: those that want one are served in turn."""
         if len(self._attaching) >= (most := self._config.limits.sessions):
             raise LimitExceeded(f"{most} clients attach already")
-        self._attaching.append((identity, request))
+        self._attaching.append((identity, request, get_current_span()))
         self._knocked.set()
 
     async def _attach_in_turn(self) -> None:
@@ -421,14 +452,15 @@ class Router:
             await self._knocked.wait()
             self._knocked = anyio.Event()
             while self._attaching:
-                identity, request = self._attaching.popleft()
-                try:
-                    self._check(request)
-                    self._send(identity, self._attach(identity, request))
-                except KvdError as error:
-                    self._refuse(identity, request.id, error)
-                except Exception:
-                    self._fail(identity, request)
+                identity, request, span = self._attaching.popleft()
+                with use_span(span, end_on_exit=True):
+                    try:
+                        self._check(request)
+                        self._send(identity, self._attach(identity, request))
+                    except KvdError as error:
+                        self._refuse(identity, request.id, error)
+                    except Exception:
+                        self._fail(identity, request)
                 self._look_again()
                 await anyio.sleep(ATTACH_PAUSE_SECONDS)
 
@@ -449,7 +481,7 @@ class Router:
         session = self._sessions.attach(identity, request.client, request.pid, access)
         if (client := access.client) is not None:
             self._manager.state.bound_session(session.id, client.reserved_fraction)
-        logger.info("session %s of %s (pid %s)", session.name, session.client, request.pid)
+        logger.info("session=%s of %s (pid %s)", session.name, session.client, request.pid)
         return AttachReply(
             id=request.id,
             epoch=self._epoch,
@@ -466,7 +498,7 @@ class Router:
         if self._sessions.find(session.identity) is session:
             self._sessions.end(session)
             self._manager.end_session(session.id)
-            logger.info("session %s ended", session.name)
+            logger.info("session=%s ended", session.name)
 
     async def _sweep(self) -> None:
         """See again and again whose processes are gone."""
@@ -479,7 +511,7 @@ class Router:
             for session_id in swept:
                 if (left := self._sessions.gone(session_id)) is not None:
                     self._manager.end_session(session_id)
-                    logger.info("session %s is gone (%s)", left.name, left.client)
+                    logger.info("session=%s is gone (%s)", left.name, left.client)
                 self._manager.session_gone(session_id)
             self._manager.free_earlier(self._sessions.earlier)
             with anyio.CancelScope(shield=True):  # whoever sweeps next must find them unlocked
@@ -500,7 +532,7 @@ class Router:
     def _want_checkpoint(self, identity: bytes, request: CheckpointRequest) -> None:
         if len(self._checkpointing) >= (most := self._config.limits.session_waiting):
             raise LimitExceeded(f"{most} checkpoints are waited for already")
-        self._checkpointing.append((identity, request))
+        self._checkpointing.append((identity, request, get_current_span()))
         self._wanted.set()
 
     async def _checkpoint(self) -> None:
@@ -510,15 +542,15 @@ class Router:
             self._wanted = anyio.Event()
             asked, self._checkpointing = self._checkpointing, []
             try:
-                num_blocks = await self._mover.checkpoint()
+                num_blocks = await self._mover.checkpoint([span for _, _, span in asked])
             except KvdError as error:
-                for identity, request in asked:
+                for identity, request in _each_in_its_span(asked):
                     self._refuse(identity, request.id, error)
             except Exception:
-                for identity, request in asked:
+                for identity, request in _each_in_its_span(asked):
                     self._fail(identity, request)
             else:
-                for identity, request in asked:
+                for identity, request in _each_in_its_span(asked):
                     reply = CheckpointReply(id=request.id, epoch=self._epoch, num_blocks=num_blocks)
                     self._send(identity, reply)
             self._look_again()
@@ -591,3 +623,12 @@ class Router:
             num_leases=len(state.leases),
             num_pins=len(state.pins),
         )
+
+
+def _each_in_its_span(
+    asked: Sequence[tuple[bytes, CheckpointRequest, Span]],
+) -> Iterator[tuple[bytes, CheckpointRequest]]:
+    """Each of them while its span is the current one, which ends then."""
+    for identity, request, span in asked:
+        with use_span(span, end_on_exit=True):
+            yield identity, request

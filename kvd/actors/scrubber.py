@@ -127,7 +127,8 @@ class Scrubber:
                     await self._check_store(round, self._stores[tier - 1])
             except Exception as error:
                 fault = None if isinstance(error, KvdError) else error
-                logger.warning("reason=not_verified %s", error, exc_info=fault)
+                name = round.tiers[tier].name
+                logger.warning("reason=not_verified tier=%s %s", name, error, exc_info=fault)
                 round.tiers[tier] = replace(round.tiers[tier], trouble=str(error))
         round.is_done = True
 

@@ -149,7 +149,7 @@ class SequenceFiles:
             return self._read(name)
         except OSError as error:
             path = (self._memory / name).resolve()
-            logger.error("reason=sequence_unread %s is left out: %s", path, error.strerror)
+            logger.error("reason=sequence_unread path=%s is left out: %s", path, error)
             return None
 
     def _read(self, name: str) -> SavedSequence | None:
@@ -310,5 +310,5 @@ def _read(path: Path) -> SavedSequence | None:
         pass  # of another version
     aside = path.with_suffix(".damaged")
     path.rename(aside)
-    logger.error("reason=sequence_damaged a saved sequence cannot be read: see %s", aside)
+    logger.error("reason=sequence_damaged path=%s is set aside: it cannot be read", aside)
     return None

@@ -138,7 +138,7 @@ class StoreActor:
 
     def switch_off(self, error: TierFailed) -> None:
         """Use the tier no more before the next start: what it has is not known here."""
-        logger.error("reason=tier_failed tier %s is off until the next start: %s", self.name, error)
+        logger.error("reason=tier_failed tier=%s is off until the next start: %s", self.name, error)
         self.trouble = str(error)
         self.is_off = True
         self.state.may_write = self.state.may_read = False
@@ -170,7 +170,11 @@ class StoreActor:
                 self._reading.check()
                 await self._writing.call(self.tier.close)
             except TierFailed as error:
-                logger.error("reason=not_closed %s: its next start looks through it", error)
+                logger.error(
+                    "reason=not_closed tier=%s is looked through at its next start: %s",
+                    self.name,
+                    error,
+                )
 
     def close(self, end: float = math.inf) -> None:
         """Finish what was submitted, until then, and nothing more."""
@@ -314,7 +318,9 @@ class StoreActor:
         kept.unprepared.pop(info.key, None)
         kept.why = ""
         if isinstance(made, KvdError):
-            logger.warning("tier %s keeps no blocks of a layout: %s", self.name, made)
+            logger.warning(
+                "reason=layout_refused tier=%s keeps no blocks of a layout: %s", self.name, made
+            )
             return
         self._know(kept, made)
         self._changed.set()
@@ -399,12 +405,14 @@ class StoreActor:
         """Whatever a plugin raises is its failure, and nobody else's."""
         if isinstance(error, TierFailed):
             return error
-        logger.error("reason=internal tier %s", self.name, exc_info=error)
+        logger.error("reason=internal tier=%s failed", self.name, exc_info=error)
         return TierFailed(f"{type(error).__name__}: {error}")
 
     def _note(self, error: TierFailed, *, reads: bool, writes: bool = True) -> None:
         if not self.trouble:
-            logger.error("reason=tier_failed tier %s: %s", self.name, error)
+            logger.error(
+                "reason=tier_failed tier=%s is left alone for a while: %s", self.name, error
+            )
         self.trouble = str(error)
         if writes:
             self.state.may_write = False
@@ -430,7 +438,7 @@ class StoreActor:
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LAST_PAUSE_SECONDS)
                 if await self._works():
-                    logger.warning("tier %s works again", self.tier.name)
+                    logger.warning("reason=works_again tier=%s works again", self.tier.name)
                     self.trouble = ""
             self._failed = anyio.Event()
 

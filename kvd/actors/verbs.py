@@ -80,6 +80,7 @@ from kvd.protocol.messages import (
     UnpinReply,
     UnpinRequest,
 )
+from kvd.telemetry import RESERVE, child_span, refused
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -377,9 +378,10 @@ class Verbs:
         """Pages, in their turn and until then; a match is granted without them too."""
         seconds = max(0.0, end - time.monotonic())
         try:
-            runs = await self._manager.reserve(
-                wait.lease, wait.start, wait.stop, wait.ahead, seconds
-            )
+            with child_span(RESERVE):
+                runs = await self._manager.reserve(
+                    wait.lease, wait.start, wait.stop, wait.ahead, seconds
+                )
         except OutOfPages as error:
             if wait.match is None:
                 return self._failure(error)
@@ -522,6 +524,7 @@ class Verbs:
 
     def _failure(self, error: KvdError) -> Failure:
         self._counters[f"failures_{error.code}"] += 1
+        refused(error)
         return failure(error)
 
     def _check_batch(self, items: Sequence[object]) -> None:

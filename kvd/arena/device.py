@@ -268,7 +268,11 @@ class _StagedCopies(_Copies):
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # the machine has no more to pin
-            logger.warning("copies from and to %s go unpinned, and slower: %s", self._device, error)
+            logger.warning(
+                "reason=unpinned device=%s has no pinned memory for copies, which are slower: %s",
+                self._device,
+                error,
+            )
             self.num_unpinned += 1
             return torch.empty(size, dtype=torch.uint8)
 

@@ -254,7 +254,9 @@ class Shelf(StoreTier):
             try:
                 label = _read_label(adopted.arena)
             except (OSError, TierFailed) as error:
-                logger.warning("reason=not_adopted %s: %s", adopted.arena.path, error)
+                logger.warning(
+                    "reason=not_adopted path=%s is removed: %s", adopted.arena.path, error
+                )
                 self._memory.remove_arena(adopted.arena)
             else:
                 store = ShelfStore(self, adopted.arena, label)

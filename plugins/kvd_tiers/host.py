@@ -152,8 +152,8 @@ class HostTier(MemoryTier):
         self._granule = huge_page_bytes(self.directory)
         if self._is_small:
             logger.warning(
-                "%s gives only %s: enlarge its file system (containers: --shm-size) or set "
-                "capacity_bytes",
+                "reason=small path=%s gives only %s: enlarge its file system (containers: "
+                "--shm-size) or set capacity_bytes",
                 self.directory,
                 format_bytes(self.capacity_bytes),
             )
@@ -166,7 +166,7 @@ class HostTier(MemoryTier):
                 adopted.append(_adopt(path, self._epoch, header_identity(self._header)))
                 self._tell_if_short(adopted[-1].arena)
             except (OSError, TierFailed) as error:
-                logger.warning("reason=not_adopted %s: %s", path, error)
+                logger.warning("reason=not_adopted path=%s is removed: %s", path, error)
         self._arenas = [each.arena for each in adopted]
         kept = {arena.path.stem for arena in self._arenas}
         for path in self.directory.iterdir():
@@ -180,9 +180,9 @@ class HostTier(MemoryTier):
         page_bytes = layout.page_bytes + record_bytes(layout, arena.row_bytes)
         if (arena.num_pages + arena.extent_pages) * page_bytes <= self.capacity_bytes:
             logger.warning(
-                "reason=arena_short %s was made for a smaller capacity: its layout has %s of %s at "
-                "most; for more, stop kvd, remove that file and start kvd: blocks on disk come "
-                "back",
+                "reason=arena_short path=%s was made for a smaller capacity: its layout has %s of "
+                "%s at most; for more, stop kvd, remove that file and start kvd: blocks on disk "
+                "come back",
                 arena.path,
                 format_bytes(arena.num_pages * page_bytes),
                 format_bytes(self.capacity_bytes),

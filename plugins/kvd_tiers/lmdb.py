@@ -108,7 +108,9 @@ class LmdbTier(StoreTier):
             try:
                 store.close()
             except TierFailed as error:  # it is looked through at the next start
-                logger.error("%s was not left whole: %s", store.folder, error)
+                logger.error(
+                    "reason=not_closed path=%s was not left whole: %s", store.folder, error
+                )
         self._stores = []
         if self._lock:
             self._volume.close()
@@ -165,7 +167,10 @@ class LmdbTier(StoreTier):
             if not (folder / DATA).is_file():
                 raise Damaged(f"its {DATA} is no file")
             if _lost_power(mark):
-                logger.warning("%s is emptied: the machine ended and it was not synced", folder)
+                logger.warning(
+                    "reason=power_lost path=%s is emptied: the machine ended and it was not synced",
+                    folder,
+                )
                 shutil.rmtree(folder)
                 return
             if not mark.clean and (why := damage(folder, self.moved)):
@@ -182,7 +187,10 @@ class LmdbTier(StoreTier):
         """Under a capacity that was larger, what was written least recently goes first."""
         self._volume.make_room()
         while self._stores and self._volume.size_of(self.directory) > self.capacity_bytes:
-            logger.warning("%s is removed: the capacity was larger", self._stores[-1].folder)
+            logger.warning(
+                "reason=capacity_lowered path=%s is removed: the capacity was larger",
+                self._stores[-1].folder,
+            )
             self.remove_store(self._stores[-1])
 
 

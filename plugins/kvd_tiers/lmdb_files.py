@@ -126,7 +126,12 @@ def set_aside(folder: Path, why: str) -> None:
     place = folder.with_name(folder.name + ASIDE)
     shutil.rmtree(place, ignore_errors=True)
     folder.rename(place)
-    logger.error("%s is not used and its blocks are forgotten: %s; now %s", folder, why, place)
+    logger.error(
+        "reason=store_damaged path=%s is not used and its blocks are forgotten: %s; now %s",
+        folder,
+        why,
+        place,
+    )
 
 
 # --- room ------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ class Volume:
 
     def _remove_what_is_aside(self) -> None:
         for folder in self._aside():
-            logger.warning("%s is removed: its room is needed", folder)
+            logger.warning("reason=aside_removed path=%s is removed: its room is needed", folder)
             shutil.rmtree(folder, ignore_errors=True)
         self.changed()
 

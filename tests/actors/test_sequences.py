@@ -147,7 +147,7 @@ def test_what_cannot_be_read_after_a_power_loss_is_left_out_and_kept(
     machine.files.checkpoint()
     machine.lose_power()
     assert machine.found == {"chat": 1}
-    assert f"reason=sequence_unread {unreadable} is left out" in caplog.text
+    assert f"reason=sequence_unread path={unreadable} is left out" in caplog.text
     machine.start()
     machine.files.checkpoint()
     assert unreadable in machine.paths(machine.disk)

@@ -84,7 +84,7 @@ async def test_a_read_at_the_start_that_stands_still_fails_and_the_tier_is_left(
         with pytest.raises(TierFailed, match="does not answer"):
             await cache.actor.read(scanned, cache.records, still_seconds=0.01)
         set_faults(shm, Faults.NONE)
-    assert "reason=not_closed tier faulty" in caplog.text
+    assert "reason=not_closed tier=faulty" in caplog.text
 
 
 @pytest.mark.usefixtures("soon")

@@ -52,7 +52,7 @@ def stops_without_its_disk(daemon: RunningDaemon) -> bool:
     return (
         daemon.stop() == 0
         and "reason=left tier faulty does not answer" in daemon.log
-        and "reason=not_closed tier faulty" in daemon.log
+        and "reason=not_closed tier=faulty" in daemon.log
         and not (daemon.base / "kvd.sock").exists()
     )
 

@@ -240,7 +240,7 @@ def test_what_a_failing_disk_has_is_a_miss_until_it_works_again() -> None:
         set_faults(daemon.data_directory, Faults.GONE)
         assert namespace.match(SEQUENCES[0]).num_tokens == 0
         assert use(namespace, tuple(tokens_of(100, 16))) == 0
-        assert "reason=tier_failed tier faulty" in daemon.log
+        assert "reason=tier_failed tier=faulty" in daemon.log
         set_faults(daemon.data_directory, Faults.NONE)
         eventually(lambda: namespace.match(SEQUENCES[0]).num_tokens == len(SEQUENCES[0]))
         saved = count(client, "blocks_demoted")

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 from kvd.testing.daemons import running_daemon
 from kvd_infer.__main__ import app
+from tests.e2e.support import eventually
 from tests.infer.conftest import SETTINGS
 from tests.infer.servers import PROMPT, plain_text
+from tests.otlp import running_collector
 
 if TYPE_CHECKING:
     from click.testing import Result
@@ -72,6 +74,21 @@ def test_without_a_daemon_everything_is_computed(
 ) -> None:
     done = generate(tiny_dir, PROMPT, *GREEDY, "--endpoint", f"ipc://{tmp_path}/none.sock")
     assert (done.exit_code, done.stdout) == (0, expected)
+
+
+def test_its_spans_and_those_of_kvd_are_of_one_trace(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with running_collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        with running_daemon(SETTINGS) as daemon:
+            command = [*COMMAND, "generate", "--model", tiny_dir, PROMPT, "--max-tokens", "1"]
+            subprocess.run([*command, "--endpoint", daemon.endpoint], check=True)
+            (served,) = eventually(lambda: collector.named("kvd.request.MatchRequest"))
+    (match,) = collector.named("kvd_infer.match")
+    assert (match.service, served.service) == ("kvd-infer", "kvd")
+    assert (match.id, match.trace) == (served.parent, served.trace)
 
 
 def test_an_interrupt_ends_with_what_was_generated(tiny_dir: Path) -> None:

@@ -199,7 +199,7 @@ def test_an_arena_that_is_too_short_for_the_capacity_is_told_of(
 ) -> None:
     with opened(left.parent, 2, capacity) as tier:
         assert len(tier.adopt()) == 1
-    assert (f"reason=arena_short {left}" in caplog.text) == is_short
+    assert (f"reason=arena_short path={left}" in caplog.text) == is_short
 
 
 # --- namespaces ---
@@ -310,7 +310,7 @@ def test_what_does_not_agree_is_removed_and_said(
     with caplog.at_level(logging.WARNING), opened(left.parent, 3) as tier:
         assert [each.arena.path for each in tier.adopt()] == [other.path]
     (message,) = caplog.messages
-    assert message.startswith(f"reason=not_adopted {left}")
+    assert message.startswith(f"reason=not_adopted path={left}")
     assert reason in message
     assert not [
         left.with_suffix(suffix) for suffix in SUFFIXES if left.with_suffix(suffix).exists()
