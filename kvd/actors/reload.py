@@ -94,7 +94,7 @@ class Reloader:
                 raise
         logger.info("reloaded; changed: %s", _names(done.changed))
         if done.needs_restart:
-            logger.warning("a restart is needed for: %s", _names(done.needs_restart))
+            logger.warning("reason=needs_restart for: %s", _names(done.needs_restart))
         return done
 
     def _load(self) -> Loaded:

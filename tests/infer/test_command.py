@@ -115,7 +115,7 @@ def test_an_interrupt_ends_with_what_was_generated(tiny_dir: Path) -> None:
     [
         (["--temperature", -1], "temperature is -1.0: it must be"),
         (["--max-tokens", 4000], "more than the 2048 of the model"),
-        (["--endpoint", "tcp://host:1"], "tcp://host:1"),
+        (["--endpoint", "udp://host:1"], "udp://host:1"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
