@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
 
+from kvd.actors.feed import Feed
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.patience import Patience
+from kvd.actors.publisher import Publisher
 from kvd.actors.recovery import recover
 from kvd.actors.router import Router
 from kvd.actors.scrubber import Scrubber
@@ -108,6 +110,7 @@ class Daemon(AsyncContextManagerMixin):
             mover = Mover(self.config.cache, self._manager, sequences, stores)
             scrubber = Scrubber(self.config.cache, self._manager, mover, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
+            publisher = self._publisher()
             router = Router(
                 self.config,
                 self._manager,
@@ -117,6 +120,7 @@ class Daemon(AsyncContextManagerMixin):
                 sessions,
                 self.epoch,
                 header_path,
+                publisher,
             )
             end = math.inf
             try:
@@ -134,6 +138,8 @@ class Daemon(AsyncContextManagerMixin):
                         # it void before this start can hand out a page.
                         header.begin_epoch(self.epoch)
                         async with create_task_group() as above:
+                            if publisher:  # before anything changes
+                                await above.start(publisher.run)
                             await above.start(self._manager.run)
                             await above.start(mover.run)
                             await above.start(scrubber.run)
@@ -151,6 +157,8 @@ class Daemon(AsyncContextManagerMixin):
                                 scrubber.close()
                                 await mover.close()
                                 self._manager.close()
+                                if publisher:
+                                    publisher.close()
                     finally:
                         tier.close()
                         for store in stores:
@@ -162,6 +170,21 @@ class Daemon(AsyncContextManagerMixin):
 
     def _state_of(self, store: StoreTier, number: int) -> StoreState:
         return StoreState(number, store.name, store.usable_bytes, self.config.cache.admission)
+
+    def _publisher(self) -> Publisher | None:
+        config = self.config.events
+        if not config.endpoint:
+            return None
+        return Publisher(config, Feed(config, self._manager.state, self._media(), self.epoch))
+
+    def _media(self) -> list[str]:
+        """How events call the tiers, the fastest first."""
+        known = {"host": "CPU", "torch": "GPU"} | self.config.events.media
+        media = [known.get(self.tier.name, "CPU")]
+        media += [known.get(store.name, "DISK") for store in self.stores]
+        if len(set(media)) < len(media):
+            raise ConfigError(f"events: tiers are called alike, {', '.join(media)}: set media")
+        return media
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
+    from kvd.actors.publisher import Publisher
     from kvd.actors.scrubber import Scrubber
     from kvd.actors.sequences import Sequences
     from kvd.cache.leases import Lease
@@ -108,6 +109,7 @@ class Router:
         sessions: SessionTable,
         epoch: int,
         header: Path,
+        publisher: Publisher | None = None,
     ) -> None:
         self._config = config
         self._manager = manager
@@ -121,6 +123,7 @@ class Router:
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
+        self._publisher = publisher
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
         self._later: list[tuple[Session, AnyRequest, Later]] = []
@@ -461,6 +464,7 @@ class Router:
             namespaces=namespace_status(self._manager.state),
             sessions=tuple(self._session_status(session) for session in self._sessions),
             counters=dict(self.counters) | dict(self._manager.state.counters),
+            events=self._publisher.status() if self._publisher else None,
         )
 
     def _session_status(self, session: Session) -> SessionStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def client_endpoint() -> str:
     if path.parent.stat().st_uid != os.getuid():
         raise ConfigError(f"{path.parent} belongs to another user: set KVD_ENDPOINT")
     return endpoint
+
+
+def check_local(endpoint: str) -> None:
+    """Refuse where other machines could reach what is said there without a key (ConfigError)."""
+    if not re.fullmatch(r"tcp://127\.0\.0\.1:(\d{1,5}|\*)", endpoint):
+        socket_path(endpoint)
 
 
 def socket_path(endpoint: str) -> Path:

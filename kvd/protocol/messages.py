@@ -701,6 +701,14 @@ class SessionStatus(Struct, frozen=True, omit_defaults=True):
     request_p99_us: int = 0
 
 
+class EventStatus(Struct, frozen=True):
+    """Where events are published and replayed, if they are; the number of the next batch."""
+
+    endpoint: str
+    replay_endpoint: str
+    next_seq: int
+
+
 class StatusReply(Reply, frozen=True, tag="status"):
     version: str
     pid: int
@@ -710,6 +718,7 @@ class StatusReply(Reply, frozen=True, tag="status"):
     namespaces: tuple[NamespaceStatus, ...]
     sessions: tuple[SessionStatus, ...]
     counters: dict[str, int]
+    events: EventStatus | None = None
 
 
 class CheckpointReply(Reply, frozen=True, tag="checkpointed"):
