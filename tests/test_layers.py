@@ -31,7 +31,12 @@ MAY_IMPORT = {
 
 # The only modules, or packages, that may import these.
 IMPORTED_BY = {
-    "zmq": ["kvd.actors.router", "kvd.actors.publisher", "kvd_client.transport"],
+    "zmq": [
+        "kvd.actors.router",
+        "kvd.actors.publisher",
+        "kvd_client.transport",
+        "kvd_client.events",
+    ],
     "torch": [
         "kvd_tiers.torch",
         "kvd.arena.device",

@@ -30,6 +30,7 @@ from kvd.protocol.keys import Identity
 from kvd.protocol.layout import Layout
 from kvd.protocol.messages import (
     DropResult,
+    EventStatus,
     LeasesReply,
     PinResult,
     SequencesReply,
@@ -51,6 +52,7 @@ __all__ = [
     "DeadlineExceeded",
     "DropResult",
     "Dropped",
+    "EventStatus",
     "Identity",
     "KvdError",
     "Layout",

@@ -16,6 +16,7 @@ try:
     import typer
 
     from kvd_ctl import commands
+    from kvd_ctl import events as event_commands
     from kvd_ctl.notation import parse_duration, parse_tokens
 except ModuleNotFoundError as error:
     sys.exit(f"kvd-ctl: {error}: install kvd[ctl]")
@@ -130,6 +131,23 @@ def sequences(
     """List the saved sequences, the oldest first."""
     with _client(endpoint, timeout) as client:
         commands.sequences(client, limit, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl events --since 0 --json | jq .type")
+def events(
+    since: Annotated[
+        int | None,
+        typer.Option(help="From this batch on, or what is there; else what comes.", min=0),
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="End after so many events.", min=1)] = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Print what comes to the tiers and leaves them, a line each, until it is interrupted."""
+    with _client(endpoint, timeout) as client:
+        status = event_commands.published(client)
+    event_commands.follow(status, since, count, timeout, as_json=as_json)
 
 
 @app.command(epilog="Example: kvd-ctl pin 1 @prompt.json --for 2h")
