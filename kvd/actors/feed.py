@@ -97,7 +97,7 @@ class Feed:
         """
         seq = self.next_seq - 1
         batches = self._anew(self._present())
-        return (self._message(name, seq, events) for name, events in batches)
+        return (self._message(model, seq, events) for model, events in batches)
 
     # --- what changes ---
 
@@ -115,33 +115,30 @@ class Feed:
             for came in space.tree.present()
         ]
 
-    # --- batches ---
+    # --- batches, each with the model that it tells of ---
 
     def _anew(self, present: _Changes) -> Iterator[tuple[str, list[Event]]]:
         """All that clears comes first, since it clears the models of other topics, too."""
-        topics = dict.fromkeys(self._topic(space) for space, _ in present)
-        for name in (topic(self._config.instance, ""), *topics):
-            yield name, [AllBlocksCleared(self._epoch)]
+        models = dict.fromkeys(space.identity.model for space, _ in present)
+        for model in ("", *models):
+            yield model, [AllBlocksCleared(self._epoch)]
         yield from self._batches(present)
 
     def _batches(self, changes: _Changes) -> Iterator[tuple[str, list[Event]]]:
-        by_topic: dict[str, list[tuple[Namespace, Change]]] = {}
+        by_model: dict[str, list[tuple[Namespace, Change]]] = {}
         for space, change in changes:
-            by_topic.setdefault(self._topic(space), []).append((space, change))
-        for name, told in by_topic.items():
+            by_model.setdefault(space.identity.model, []).append((space, change))
+        for model, told in by_model.items():
             batch: list[Event] = []
             num_blocks = 0
             for event in self._events(told):
                 batch.append(event)
                 num_blocks += len(event.block_hashes)
                 if num_blocks >= BATCH_BLOCKS:
-                    yield name, batch
+                    yield model, batch
                     batch, num_blocks = [], 0
             if batch:
-                yield name, batch
-
-    def _topic(self, space: Namespace) -> str:
-        return topic(self._config.instance, space.identity.model)
+                yield model, batch
 
     def _events(self, changes: _Changes) -> Iterator[BlockStored | BlockRemoved]:
         for space, change in changes:
@@ -188,8 +185,8 @@ class Feed:
     # --- messages ---
 
     def _numbered(self, batches: Iterable[tuple[str, list[Event]]]) -> Iterator[Message]:
-        for name, events in batches:
-            message = self._message(name, self.next_seq, events)
+        for model, events in batches:
+            message = self._message(model, self.next_seq, events)
             self.next_seq += 1
             self._keep(message)
             yield message
@@ -202,8 +199,9 @@ class Feed:
         while len(self._kept) > most or (len(self._kept) > 1 and self._kept_bytes > most_bytes):
             self._kept_bytes -= len(self._kept.popleft().payload)
 
-    def _message(self, name: str, seq: int, events: list[Event]) -> Message:
+    def _message(self, model: str, seq: int, events: list[Event]) -> Message:
         payload = encode_batch(time.time(), events, self._config.encoding)
+        name = topic(self._config.instance, model)
         return Message(name.encode(), seq.to_bytes(SEQ_BYTES, "big"), payload)
 
 

@@ -600,8 +600,9 @@ class Tree:
     def present(self) -> Iterator[Came]:
         """All that the tiers have, as if it came now."""
         for node in self.nodes():
-            for lru in self._lrus_of(node):
-                yield _came(node, lru.tier)
+            for tier in range(len(self.lrus)):
+                if node.is_in(tier):
+                    yield _came(node, tier)
 
     def _tell_came(self, node: Node, tier: int) -> None:
         if self.listener is not None:
