@@ -98,6 +98,7 @@ class Follower:
         self.close()
 
     def close(self) -> None:
+        """Idempotent."""
         self._context.destroy(linger=0)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -134,15 +135,16 @@ class Follower:
 
     def _expected(self, batch: Batch) -> Batch | None:
         """A batch that was published, if it is the next one; else what came before is asked for."""
-        is_known = batch.epoch == self._epoch
-        if self._next is None or (is_known and batch.seq == self._next):
+        expected = self._next if self._epoch in (None, batch.epoch) else 0
+        # Number 0 is a start; of arrays, which have no epoch, nothing else tells of one.
+        if expected is None or batch.seq in (expected, 0):
             return batch
-        if is_known and batch.seq < self._next:
+        if batch.seq < expected:
             return None
         if self._replay_endpoint:
             self._ask()
             return None
-        return replace(batch, num_missed=batch.seq - (self._next if is_known else 0))
+        return replace(batch, num_missed=batch.seq - expected)
 
     # --- replay ---
 

@@ -7,7 +7,8 @@ the rest, sees so by their numbers, and asks for it. Nothing else waits for anyb
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -58,25 +59,26 @@ class Publisher:
             context.socket(zmq.PUB) as self._socket,
             context.socket(zmq.ROUTER) as self._replays,
         ):
-            self._socket.setsockopt(zmq.SNDHWM, PUBLISHED_BATCHES)
-            self._socket.setsockopt(zmq.LINGER, 200)
-            self._replays.setsockopt(zmq.SNDHWM, REPLAYED_BATCHES)
-            self._replays.setsockopt(zmq.LINGER, 0)
-            self._replays.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._endpoint = _bind(self._socket, self._config.endpoint)
-            self._replay_endpoint = _bind(self._replays, self._config.replay_endpoint)
-            async with anyio.create_task_group() as tasks:
-                begun = self._feed.begin()
-                task_status.started()
-                tasks.start_soon(self._listen, tasks)
-                await self._publish(begun)
-                while not self._is_closing or self._feed.has_news:
-                    if not self._feed.has_news:
-                        await self._feed.noted.wait()
-                    await anyio.sleep(PAUSE_SECONDS)
-                    await self._publish(self._feed.news())
-                tasks.cancel_scope.cancel()
+            self._set_options()
+            with (
+                _bound(self._socket, self._config.endpoint) as self._endpoint,
+                _bound(self._replays, self._config.replay_endpoint) as self._replay_endpoint,
+            ):
+                async with anyio.create_task_group() as tasks:
+                    begun = self._feed.begin()
+                    task_status.started()
+                    tasks.start_soon(self._listen, tasks)
+                    await self._publish(begun)
+                    await self._publish_news()
+                    tasks.cancel_scope.cancel()
+
+    def _set_options(self) -> None:
+        self._socket.setsockopt(zmq.SNDHWM, PUBLISHED_BATCHES)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._replays.setsockopt(zmq.SNDHWM, REPLAYED_BATCHES)
+        self._replays.setsockopt(zmq.LINGER, 0)
+        self._replays.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an answer
 
     def close(self) -> None:
         """Publish what is noted now, and nothing more."""
@@ -85,6 +87,13 @@ class Publisher:
 
     def status(self) -> EventStatus:
         return EventStatus(self._endpoint, self._replay_endpoint, self._feed.next_seq)
+
+    async def _publish_news(self) -> None:
+        while not self._is_closing or self._feed.has_news:
+            if not self._feed.has_news:
+                await self._feed.noted.wait()
+            await anyio.sleep(PAUSE_SECONDS)
+            await self._publish(self._feed.news())
 
     async def _publish(self, messages: Iterable[Message]) -> None:
         for message in messages:
@@ -138,10 +147,12 @@ class Publisher:
                     await anyio.sleep(PAUSE_SECONDS)
 
 
-def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-    """Where it is bound, as a reader needs it; nowhere without an endpoint."""
+@contextmanager
+def _bound(socket: zmq.asyncio.Socket, endpoint: str) -> Iterator[str]:
+    """Bind a socket: where, as a reader needs it. Nowhere without an endpoint."""
     if not endpoint:
-        return ""
+        yield ""
+        return
     path = socket_path(endpoint) if endpoint.startswith("ipc://") else None
     if path and path.exists() and not path.is_socket():  # ZeroMQ would remove it
         raise ConfigError(f"events: {path} is there and is no socket: choose another endpoint")
@@ -151,4 +162,8 @@ def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
         raise ConfigError(f"events: {endpoint} cannot be bound: {error.strerror}") from error
     if path:
         path.chmod(0o660)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    try:
+        yield socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    finally:
+        if path:
+            path.unlink(missing_ok=True)
