@@ -15,8 +15,15 @@ from msgspec import Meta
 from msgspec.structs import fields
 
 from kvd.protocol.certificates import KEY_PATTERN, NAME_PATTERN
-from kvd.protocol.endpoint import default_endpoint, is_remote, local_address, socket_path
+from kvd.protocol.endpoint import (
+    check_local,
+    default_endpoint,
+    is_remote,
+    local_address,
+    socket_path,
+)
 from kvd.protocol.errors import ConfigError
+from kvd.protocol.events import Encoding
 from kvd.protocol.units import ByteSize, decode_size
 from kvd.protocol.verbs import verbs_named
 
@@ -155,6 +162,33 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class EventConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where kvd publishes what comes to its tiers and leaves them, in the form of vLLM's KV events.
+
+    Nowhere without `endpoint`. At `replay_endpoint` whoever missed some asks for them: so many
+    batches are kept, of so many bytes. `media` says by a tier's name how events call it. Endpoints
+    are ipc, or tcp on 127.0.0.1. Without `topic_instance` topics have the name of the machine.
+    """
+
+    endpoint: str = ""
+    replay_endpoint: str = ""
+    encoding: Encoding = "map"
+    topic_instance: str = ""
+    media: dict[str, str] = {}
+    buffer_batches: Count = 10_000
+    buffer_bytes: ByteSize = ByteSize(64 << 20)
+
+    def __post_init__(self) -> None:
+        for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
+            check_local(endpoint)
+        if self.replay_endpoint and not self.endpoint:
+            raise ConfigError("events: replay_endpoint without endpoint: nothing is published")
+
+    @property
+    def instance(self) -> str:
+        return self.topic_instance or os.uname().nodename
+
+
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
@@ -191,6 +225,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ipc: IpcConfig = IpcConfig()
     operator: OperatorConfig = OperatorConfig()
     tcp: TcpConfig = TcpConfig()
+    events: EventConfig = EventConfig()
     log: LogConfig = LogConfig()
     http: HttpConfig = HttpConfig()
     tiers: tuple[dict[str, Any], ...] = ({"type": "host"}, {"type": "lmdb"})

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
 
+from kvd.actors.feed import Feed
 from kvd.actors.http import Http
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.patience import Patience
+from kvd.actors.publisher import Publisher
 from kvd.actors.recovery import recover
 from kvd.actors.reload import Reloaded, Reloader
 from kvd.actors.router import Router
@@ -157,6 +159,7 @@ class Daemon(AsyncContextManagerMixin):
             mover = Mover(self.config.cache, self._manager, sequences, stores)
             scrubber = Scrubber(self.config.cache, self._manager, mover, stores)
             sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
+            publisher = self._publisher()
             self._router = router = Router(
                 self.config,
                 self._manager,
@@ -168,6 +171,7 @@ class Daemon(AsyncContextManagerMixin):
                 self.epoch,
                 header_path,
                 self._listeners,
+                publisher,
             )
             parts = self._manager, mover, scrubber, sequences, sessions, router
             self._reloader.parts = [*(part.configure for part in parts), *self._on_reload]
@@ -194,6 +198,8 @@ class Daemon(AsyncContextManagerMixin):
                         # it void before this start can hand out a page.
                         header.begin_epoch(self.epoch)
                         async with create_task_group() as above:
+                            if publisher:  # before anything changes
+                                await above.start(publisher.run)
                             await above.start(self._manager.run)
                             await above.start(mover.run)
                             await above.start(scrubber.run)
@@ -211,6 +217,8 @@ class Daemon(AsyncContextManagerMixin):
                                 scrubber.close()
                                 await mover.close()
                                 self._manager.close()
+                                if publisher:
+                                    publisher.close()
                     finally:
                         tier.close()
                         for store in stores:
@@ -224,6 +232,21 @@ class Daemon(AsyncContextManagerMixin):
 
     def _state_of(self, store: StoreTier, number: int) -> StoreState:
         return StoreState(number, store.name, store.usable_bytes, self.config.cache.admission)
+
+    def _publisher(self) -> Publisher | None:
+        config = self.config.events
+        if not config.endpoint:
+            return None
+        return Publisher(config, Feed(config, self._manager.state, self._media(), self.epoch))
+
+    def _media(self) -> list[str]:
+        """How events call the tiers, the fastest first."""
+        known = {"host": "CPU", "torch": "GPU"} | self.config.events.media
+        media = [known.get(self.tier.name, "CPU")]
+        media += [known.get(store.name, "DISK") for store in self.stores]
+        if len(set(media)) < len(media):
+            raise ConfigError(f"events: tiers are called alike, {', '.join(media)}: set media")
+        return media
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""
@@ -251,11 +274,16 @@ class Daemon(AsyncContextManagerMixin):
 
     def _own_endpoints(self) -> ExitStack:
         """Their locks: all of them, or none."""
-        endpoints = {"endpoint": self.endpoint, "operator.endpoint": self.config.operator.endpoint}
+        endpoints = {
+            "endpoint": self.endpoint,
+            "operator.endpoint": self.config.operator.endpoint,
+            "events.endpoint": self.config.events.endpoint,
+            "events.replay_endpoint": self.config.events.replay_endpoint,
+        }
         with ExitStack() as locks:
             for key, endpoint in endpoints.items():
-                # Who listens for us sees to it that we are alone.
-                if endpoint and endpoint not in self._listeners:
+                # Who listens for us sees to it that we are alone, and a port is one's anyway.
+                if endpoint.startswith("ipc://") and endpoint not in self._listeners:
                     locks.enter_context(closing(self._own_endpoint(key, endpoint)))
             return locks.pop_all()
 

@@ -247,6 +247,8 @@ async def test_a_place_that_is_taken_is_refused_and_the_owner_goes_on(
         await fails(Daemon(config(shm)), AlreadyRunning, "kvd.sock")
         elsewhere = config(shm, endpoint=f"ipc://{shm}/other.sock")
         await fails(Daemon(elsewhere), AlreadyRunning, f"{shm}/kvd")
+        events = config(shm, "other", events={"endpoint": daemon.endpoint})
+        await fails(Daemon(events), AlreadyRunning, "kvd.sock")
         tier = {"type": "host", "capacity_bytes": "64KiB", "directory": f"{shm}/kvd"}
         await fails(Daemon(config(shm, "other", tiers=[tier])), AlreadyRunning, "memory")
         assert await serves(daemon)

@@ -37,6 +37,7 @@ IMPORTED_BY = {
         "kvd.actors.publisher",
         "kvd.protocol.certificates",
         "kvd_client.transport",
+        "kvd_client.events",
     ],
     "torch": [
         "kvd_tiers.torch",

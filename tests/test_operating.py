@@ -64,6 +64,9 @@ def test_only_commands_of_other_programs_are_not_run() -> None:
         'kvd-ctl explain 1 --text "You are ..." --tokenizer MODEL_DIR',
         "kvd-ctl drain --stop --timeout 300",
         "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 kvd",
+        "kvd-ctl events                       # as it happens",
+        "kvd-ctl events --since 0 --json      # from the first batch that is kept, "
+        "or all that is there",
     ]
 
 

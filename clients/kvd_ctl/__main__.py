@@ -22,6 +22,7 @@ try:
     import typer
 
     from kvd_ctl import commands, configuration, keys, service
+    from kvd_ctl import events as event_commands
     from kvd_ctl.bench import measure
     from kvd_ctl.doctor import examine
     from kvd_ctl.drain import begin_drain, undo_drain
@@ -180,6 +181,23 @@ def sequences(
     """List the saved sequences, the oldest first."""
     with _client(endpoint, timeout) as client:
         commands.sequences(client, limit, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl events --since 0 --json | jq .type")
+def events(
+    since: Annotated[
+        int | None,
+        typer.Option(help="From this batch on, or what is there; else what comes.", min=0),
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="End after so many events.", min=1)] = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Print what comes to the tiers and leaves them, a line each, until it is interrupted."""
+    with _client(endpoint, timeout) as client:
+        status = event_commands.published(client)
+    event_commands.follow(status, since, count, timeout, as_json=as_json)
 
 
 @app.command(epilog="Example: kvd-ctl pin 1 @prompt.json --for 2h")

@@ -25,6 +25,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 AT_START = frozenset(
     {
         "endpoint",
+        "events",
         "directory",
         "data_directory",
         "hang_seconds",

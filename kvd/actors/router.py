@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
     from kvd.actors.manager import Manager
     from kvd.actors.mover import Mover
+    from kvd.actors.publisher import Publisher
     from kvd.actors.reload import Reloader
     from kvd.actors.scrubber import Scrubber
     from kvd.actors.sequences import Sequences
@@ -137,6 +138,7 @@ class Router:
         epoch: int,
         header: Path,
         listeners: Mapping[str, int],
+        publisher: Publisher | None = None,
     ) -> None:
         """`listeners` are sockets, by their endpoints, that somebody else made, and keeps."""
         self._config = config
@@ -155,6 +157,7 @@ class Router:
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
+        self._publisher = publisher
         self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
         self._later: list[tuple[bytes, AnyRequest, Later, Session | None, Span]] = []
@@ -590,6 +593,7 @@ class Router:
             counters=dict(self.counters) | dict(self._manager.state.counters),
             is_draining=self.is_draining,
             clients=tuple(self._client_status(client) for client in self._config.clients),
+            events=self._publisher.status() if self._publisher else None,
         )
 
     def _session_status(self, session: Session) -> SessionStatus:

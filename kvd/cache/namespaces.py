@@ -6,6 +6,7 @@ All of it needs no lease. Plans and tokens are what they are in `state.py`.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -20,9 +21,10 @@ from kvd.cache.stores import Stores, StoreState
 from kvd.protocol.errors import BadRequest, ConfigError, LimitExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvd.arena.runs import Pages
+    from kvd.cache.changes import Change
     from kvd.config import CacheConfig, LimitConfig
     from kvd.protocol.codec import Tokens
     from kvd.protocol.keys import Identity, NamespaceInfo
@@ -50,6 +52,7 @@ class Namespaces:
         self._by_key: dict[bytes, Namespace] = {}
         self._num_opened = 0
         self._num_arenas = 0
+        self._listener: Callable[[Namespace, Change], None] | None = None
 
     def _pin_bounds(self) -> tuple[int, int, int]:
         limits, capacity = self.limits, self.memory.capacity_bytes
@@ -181,9 +184,17 @@ class Namespaces:
     ) -> Namespace:
         tree = Tree(key, arena.layout.block_size, arena.row_bytes, self._num_tiers)
         space = Namespace(number, key, identity, salt, arena, tree, quota)
+        if self._listener is not None:
+            tree.listener = partial(self._listener, space)
         self._by_key[key] = self.namespaces[number] = space
         arena.namespaces.append(space)
         return space
+
+    def tell(self, listener: Callable[[Namespace, Change], None]) -> None:
+        """From now on have `listener` told which blocks come to a tier and leave one."""
+        self._listener = listener
+        for space in self.namespaces.values():
+            space.tree.listener = partial(listener, space)
 
     def open_namespace(
         self,

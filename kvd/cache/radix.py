@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.cache.changes import Came, Went
 from kvd.cache.policy import Lru
 from kvd.protocol.keys import KEY_BYTES, BlockKey, chain
 
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
+    from kvd.cache.changes import Listener
     from kvd.protocol.codec import Tokens
 
 MEMORY = 0
@@ -202,6 +204,7 @@ class Tree:
 
     `unsaved` has for each tier the nodes in memory that shall have a copy there and have none yet,
     in the order in which they came; `let_go` those of which the tier had one that made room.
+    A `listener` is told which blocks come to a tier and leave one, but for those of `recover`.
     """
 
     def __init__(self, key: bytes, block_size: int, row_bytes: int, num_tiers: int = 1) -> None:
@@ -216,6 +219,7 @@ class Tree:
         self.counts = [0] * num_tiers
         self.num_nodes = 0
         self.root = Node(self, b"", b"")
+        self.listener: Listener | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -364,6 +368,7 @@ class Tree:
         node.enter(MEMORY)
         node.locks = 1
         self.counts[MEMORY] += len(pages)
+        self._tell_came(node, MEMORY)
 
     def _grow(self, end: Node, tokens: Tokens, pages: Sequence[int]) -> Node:
         """A leaf of memory alone, which the caller alone holds, grows; else there is a new node.
@@ -372,6 +377,8 @@ class Tree:
         """
         self.counts[MEMORY] += len(pages)
         keys = b"".join(chain(end.last_key, tokens, self.block_bytes))
+        if self.listener is not None:
+            self.listener(Came(MEMORY, end.last_key, keys, tokens))
         is_own = end.locks == 1 and end.tiers == 1 << MEMORY
         if is_own and not end.children:
             end.tokens += tokens
@@ -469,6 +476,7 @@ class Tree:
             if saved and (parent is self.root or parent.is_in(tier)):
                 node.enter(tier)
                 self.counts[tier] += node.num_blocks
+                self._tell_came(node, tier)
                 count += node.num_blocks
             else:
                 self.unsaved[tier][node] = None
@@ -513,6 +521,7 @@ class Tree:
         was_last = leaf.tiers == 1 << tier
         cut = Cut(_backwards(leaf, keep), leaf.block_keys(keep)[::-1], was_last)
         self.counts[tier] -= num_blocks
+        self._tell_went(tier, cut.keys)
         self.lrus[tier].shorten(num_blocks)
         if keep:
             del leaf.pages[keep:], leaf.tokens[keep * self.block_bytes :]
@@ -550,6 +559,7 @@ class Tree:
             if not one.tiers:
                 _unlist(one)
                 self.num_nodes -= 1
+        self._tell_went(tier, keys)
         self.unsaved[tier].update((one, None) for one in there if one.is_in(MEMORY))
         self.lrus[tier].offer(parent)
         return keys
@@ -594,12 +604,30 @@ class Tree:
         for tier, lru in enumerate(self.lrus):
             if node.is_in(tier):
                 self.counts[tier] -= node.num_blocks
+                self._tell_went(tier, node.block_keys()[::-1])
                 if not node.locks:
                     lru.discard(node)
 
     def _unmark(self, node: Node) -> None:
         for marked in self.marks:
             marked.pop(node, None)
+
+    # --- telling ---
+
+    def present(self) -> Iterator[Came]:
+        """All that the tiers have, as if it came now."""
+        for node in self.nodes():
+            for tier in range(len(self.lrus)):
+                if node.is_in(tier):
+                    yield _came(node, tier)
+
+    def _tell_came(self, node: Node, tier: int) -> None:
+        if self.listener is not None:
+            self.listener(_came(node, tier))
+
+    def _tell_went(self, tier: int, keys: list[BlockKey]) -> None:
+        if self.listener is not None and keys:
+            self.listener(Went(tier, keys))
 
     # --- shape ---
 
@@ -659,6 +687,10 @@ class Tree:
             node.tiers = 0
             self._unmark(node)
         parent.add_child(lowest)
+
+
+def _came(node: Node, tier: int) -> Came:
+    return Came(tier, _parent(node).last_key, bytes(node.keys), bytes(node.tokens))
 
 
 def _may_be_one(node: Node, below: Node) -> bool:

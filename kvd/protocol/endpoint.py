@@ -60,6 +60,12 @@ def is_remote(endpoint: str) -> bool:
     return True
 
 
+def check_local(endpoint: str) -> None:
+    """Refuse where other machines could reach what is said there without a key (ConfigError)."""
+    if not re.fullmatch(r"tcp://127\.0\.0\.1:(\d{1,5}|\*)", endpoint):
+        socket_path(endpoint)
+
+
 def socket_path(endpoint: str) -> Path:
     """The file of an ipc endpoint; refuses what ZeroMQ could not bind (ConfigError)."""
     kind, _, name = endpoint.partition("://")

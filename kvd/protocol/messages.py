@@ -763,6 +763,14 @@ class ClientStatus(Struct, frozen=True):
     num_sessions: int
 
 
+class EventStatus(Struct, frozen=True):
+    """Where events are published and replayed, if they are; the number of the next batch."""
+
+    endpoint: str
+    replay_endpoint: str
+    next_seq: int
+
+
 class StatusReply(Reply, frozen=True, tag="status"):
     """How it stands; while `is_draining`, it takes no new sessions."""
 
@@ -776,6 +784,7 @@ class StatusReply(Reply, frozen=True, tag="status"):
     counters: dict[str, int]
     is_draining: bool = False
     clients: tuple[ClientStatus, ...] = ()
+    events: EventStatus | None = None
 
 
 class CheckpointReply(Reply, frozen=True, tag="checkpointed"):

@@ -27,6 +27,7 @@ from kvd.protocol.messages import Run
 from tests.cache import model as slow
 from tests.cache.books import Books
 from tests.cache.conftest import by_age
+from tests.cache.heard import Heard, present
 from tests.cache.model import Model, Name, Page, Refused, Tokens
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ class Machine(RuleBasedStateMachine):
         self.state = CacheState(
             capacity_bytes, slots, CacheConfig(*watermarks), config, self.stores
         )
+        self.heard = Heard()
+        self.state.tell(self.heard)
         slow_stores = [slow.Store(store.usable_bytes, store.admission) for store in self.stores]
         self.model, self.books = Model(limits, slow_stores), Books()
         self.record_bytes = record_bytes
@@ -398,6 +401,10 @@ class Machine(RuleBasedStateMachine):
             assert more <= self.model.index.keys() - copies - self.model.coming(expected)
             expected.wanted = unsaved
         assert self.state.counters["pressure_drops"] == self.model.pressure_drops
+
+    @invariant()
+    def what_was_told_agrees(self) -> None:
+        assert self.heard.parents.keys() == present(self.state.namespaces)
 
     @invariant()
     def ages_agree(self) -> None:
