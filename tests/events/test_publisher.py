@@ -38,8 +38,8 @@ def asked(endpoint: str, *requests: Sequence[bytes]) -> list[bytes]:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"endpoint": "tcp://0.0.0.0:5557"}, "need keys"),
-        ({"endpoint": "tcp://10.0.0.1:5557"}, "need keys"),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, "needs keys"),
+        ({"endpoint": "tcp://10.0.0.1:5557"}, "needs keys"),
         ({"endpoint": "ipc://relative"}, "absolute path"),
         ({"replay_endpoint": "ipc:///tmp/x"}, "nothing is published"),
     ],
