@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -136,6 +137,13 @@ def held(client: Client) -> dict[str, int]:
 
 def pages_in(client: Client, state: str) -> int:
     return pages(client).get(state, 0)
+
+
+def free_port() -> int:
+    """One of this machine's on which nobody listened just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def anonymous_bytes(pid: int) -> int:
