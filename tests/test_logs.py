@@ -128,7 +128,9 @@ def failures() -> Iterator[tuple[str, str]]:
 
 
 def known_reasons() -> set[str]:
-    section = (ROOT / "config/OPERATING.md").read_text().split("## Traces and logs")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "config/OPERATING.md").read_text().split("## Traces and logs")[1].split("\n## ")[0]
+    )
     return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
 
 
