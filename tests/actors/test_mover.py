@@ -12,11 +12,11 @@ from anyio import create_task_group
 
 from kvd.arena.checksum import block_checksums
 from kvd.testing.faults import Faults, set_faults
-from tests.actors.stored import FAULTY, ON_DEMAND, TOKENS
+from tests.actors.stored import ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, LAYOUT, PATIENCE_SECONDS, tokens_of
+from tests.e2e.support import BLOCK, FAULTY, LAYOUT, PATIENCE_SECONDS, tokens_of
 
 if TYPE_CHECKING:
     import numpy as np
