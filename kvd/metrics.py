@@ -17,7 +17,8 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from kvd import telemetry
-from kvd.actors.mover import DemotionReason, PromotionReason, again_and_again
+from kvd.actors.mover import DemotionReason, PromotionReason
+from kvd.actors.turns import again_and_again
 from kvd.cache.memory import EvictionReason
 from kvd.protocol.errors import ERRORS
 from kvd.protocol.verbs import VERBS

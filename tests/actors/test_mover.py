@@ -39,7 +39,7 @@ async def test_blocks_that_cannot_be_summed_are_tried_again_behind_the_others(
             raise OSError("no descriptors are left")
         return block_checksums(arena, pages)
 
-    monkeypatch.setattr("kvd.actors.mover.FAULT_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("kvd.actors.turns.FAULT_PAUSE_SECONDS", 0.001)
     async with start() as cache, create_task_group() as tasks:
         with monkeypatch.context() as broken:
             broken.setattr("kvd.actors.tier.block_checksums", fail_first)
