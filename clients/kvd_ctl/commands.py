@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import asdict
 
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd_client import (
     BadRequest,
     Client,
@@ -16,7 +17,7 @@ from kvd_client import (
     to_json,
 )
 from kvd_ctl import render
-from kvd_ctl.notation import TOKEN_BYTES, format_duration
+from kvd_ctl.notation import format_duration
 
 # Of a namespace's key as many as tell it from others.
 KEY_CHARACTERS = 12
