@@ -12,6 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
@@ -32,7 +33,7 @@ from kvd.actors.signal import Signal
 from kvd.actors.status import summary
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
-from kvd.arena.header import create_header
+from kvd.arena.header import SharedHeader, create_header
 from kvd.arena.owner import OwnerLock, give, make_directory, private_directory, share
 from kvd.cache.stores import StoreState
 from kvd.config import Config
@@ -51,6 +52,28 @@ logger = logging.getLogger(__name__)
 
 # Of the time that a stop may take: for the tiers to end what they do and to be left whole.
 CLOSING_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What runs in a daemon."""
+
+    watchers: Sequence[Metrics | Http]
+    tier: TierActor
+    stores: Sequence[StoreActor]
+    header: SharedHeader
+    manager: Manager
+    mover: Mover
+    scrubber: Scrubber
+    sequences: Sequences
+    sessions: SessionTable
+    router: Router
+    publisher: Publisher | None
+
+    @property
+    def tiers(self) -> list[TierActor | StoreActor]:
+        """All of them, the fastest first."""
+        return [self.tier, *self.stores]
 
 
 class Daemon(AsyncContextManagerMixin):
@@ -136,99 +159,122 @@ class Daemon(AsyncContextManagerMixin):
                 )
             ),
         ):
-            header_path = self.directory / "header"
+            parts = self._made()
             try:
-                header = create_header(header_path)
-            except OSError as error:
-                raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
-            tier, changed = TierActor(self.tier), Signal()
-            stores = [
-                StoreActor(
-                    store,
-                    self._state_of(store, number),
-                    changed,
-                    self.config.hang_seconds,
-                    self._moved,
-                )
-                for number, store in enumerate(self.stores, 1)
-            ]
-            actors: list[TierActor | StoreActor] = [tier, *stores]
-            self._manager = Manager(self.config, tier, header, stores, changed)
-            files = SequenceFiles(self.directory, self.config.resolved_data_directory)
-            sequences = Sequences(files, self.config.limits)
-            mover = Mover(self.config.cache, self._manager, sequences, stores)
-            scrubber = Scrubber(self.config.cache, self._manager, mover, stores)
-            sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
-            publisher = self._publisher()
-            self._router = router = Router(
-                self.config,
-                self._manager,
-                mover,
-                sequences,
-                scrubber,
-                sessions,
-                self._reloader,
-                self.epoch,
-                header_path,
-                self._listeners,
-                publisher,
-            )
-            parts = self._manager, mover, scrubber, sequences, sessions, router
-            self._reloader.parts = [*(part.configure for part in parts), *self._on_reload]
-            metrics = Metrics(self._manager, mover, router, sequences, sessions, stores)
-            watchers: list[Metrics | Http] = [metrics]
-            if self.config.http.endpoint:
-                watchers.append(
-                    Http(self.config.http.endpoint, router, self._manager, metrics.read)
-                )
-            end = math.inf
-            try:
-                async with create_task_group() as below:
-                    for actor in (*watchers, *actors):
-                        await below.start(actor.run)
-                    try:
-                        for actor in actors:
-                            await actor.open(self.epoch)
-                            self._moved()
-                        await recover(self._manager, tier, stores)
-                        sessions.begin()
-                        self._manager.expect_earlier(sessions.earlier)
-                        await sequences.begin(self.config.hang_seconds)
-                        # Before anything is bound: whoever holds a lease of an earlier start finds
-                        # it void before this start can hand out a page.
-                        header.begin_epoch(self.epoch)
-                        async with create_task_group() as above:
-                            if publisher:  # before anything changes
-                                await above.start(publisher.run)
-                            await above.start(self._manager.run)
-                            await above.start(mover.run)
-                            await above.start(scrubber.run)
-                            await above.start(router.run)
-                            try:
-                                yield
-                            finally:
-                                end = current_time() + self.config.grace_seconds
-                                saved_by = end - CLOSING_SHARE * self.config.grace_seconds
-                                above.cancel_scope.deadline = saved_by
-                                sequences.end_checkpoints(saved_by)
-                                for store in stores:
-                                    store.end_reads(saved_by)
-                                router.close()
-                                scrubber.close()
-                                await mover.close()
-                                self._manager.close()
-                                if publisher:
-                                    publisher.close()
-                    finally:
-                        tier.close()
-                        for store in stores:
-                            store.close(min(end, current_time() + self.config.grace_seconds))
-                        for watcher in watchers:
-                            watcher.close()
+                async with self._tiers_at_work(parts), self._serving(parts):
+                    yield
             finally:
                 # When nothing works on it any more; each store's actor closes its own.
                 with CancelScope(shield=True):
                     await to_thread.run_sync(self.tier.close)
+
+    def _made(self) -> _Parts:
+        """All parts; none of them is at work yet."""
+        header_path = self.directory / "header"
+        try:
+            header = create_header(header_path)
+        except OSError as error:
+            raise TierFailed(f"no room for {header_path}: {error.strerror}") from error
+        tier, changed = TierActor(self.tier), Signal()
+        stores = [
+            StoreActor(
+                store,
+                self._state_of(store, number),
+                changed,
+                self.config.hang_seconds,
+                self._moved,
+            )
+            for number, store in enumerate(self.stores, 1)
+        ]
+        self._manager = manager = Manager(self.config, tier, header, stores, changed)
+        files = SequenceFiles(self.directory, self.config.resolved_data_directory)
+        sequences = Sequences(files, self.config.limits)
+        mover = Mover(self.config.cache, manager, sequences, stores)
+        scrubber = Scrubber(self.config.cache, manager, mover, stores)
+        sessions = SessionTable(self.directory, self.config.sessions, self.config.limits)
+        publisher = self._publisher()
+        self._router = router = Router(
+            self.config,
+            manager,
+            mover,
+            sequences,
+            scrubber,
+            sessions,
+            self._reloader,
+            self.epoch,
+            header_path,
+            self._listeners,
+            publisher,
+        )
+        configured = manager, mover, scrubber, sequences, sessions, router
+        self._reloader.parts = [*(part.configure for part in configured), *self._on_reload]
+        metrics = Metrics(manager, mover, router, sequences, sessions, stores)
+        watchers: list[Metrics | Http] = [metrics]
+        if self.config.http.endpoint:
+            watchers.append(Http(self.config.http.endpoint, router, manager, metrics.read))
+        return _Parts(
+            watchers,
+            tier,
+            stores,
+            header,
+            manager,
+            mover,
+            scrubber,
+            sequences,
+            sessions,
+            router,
+            publisher,
+        )
+
+    @asynccontextmanager
+    async def _tiers_at_work(self, parts: _Parts) -> AsyncGenerator[None]:
+        """The tiers answer, and who watches tells of them, until nobody asks them any more."""
+        self._stop_by = math.inf
+        async with create_task_group() as tasks:
+            for part in (*parts.watchers, *parts.tiers):
+                await tasks.start(part.run)
+            try:
+                yield
+            finally:
+                parts.tier.close()
+                for store in parts.stores:
+                    store.close(min(self._stop_by, current_time() + self.config.grace_seconds))
+                for watcher in parts.watchers:
+                    watcher.close()
+
+    @asynccontextmanager
+    async def _serving(self, parts: _Parts) -> AsyncGenerator[None]:
+        """What tiers have from before is known, and the endpoint is bound."""
+        for tier in parts.tiers:
+            await tier.open(self.epoch)
+            self._moved()
+        await recover(parts.manager, parts.tier, parts.stores)
+        parts.sessions.begin()
+        parts.manager.expect_earlier(parts.sessions.earlier)
+        await parts.sequences.begin(self.config.hang_seconds)
+        # Before anything is bound: whoever holds a lease of an earlier start finds it void before
+        # this start can hand out a page.
+        parts.header.begin_epoch(self.epoch)
+        async with create_task_group() as tasks:
+            if parts.publisher:  # before anything changes
+                await tasks.start(parts.publisher.run)
+            for part in (parts.manager, parts.mover, parts.scrubber, parts.router):
+                await tasks.start(part.run)
+            try:
+                yield
+            finally:
+                self._stop_by = current_time() + self.config.grace_seconds
+                saved_by = self._stop_by - CLOSING_SHARE * self.config.grace_seconds
+                tasks.cancel_scope.deadline = saved_by
+                parts.sequences.end_checkpoints(saved_by)
+                for store in parts.stores:
+                    store.end_reads(saved_by)
+                parts.router.close()
+                parts.scrubber.close()
+                await parts.mover.close()
+                parts.manager.close()
+                if parts.publisher:
+                    parts.publisher.close()
 
     def _state_of(self, store: StoreTier, number: int) -> StoreState:
         return StoreState(number, store.name, store.usable_bytes, self.config.cache.admission)

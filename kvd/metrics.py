@@ -17,10 +17,11 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from kvd import telemetry
-from kvd.actors.mover import DemotionReason, PromotionReason, again_and_again
+from kvd.actors.mover import DemotionReason, PromotionReason
+from kvd.actors.turns import again_and_again
 from kvd.cache.memory import EvictionReason
 from kvd.protocol.errors import ERRORS
-from kvd.protocol.messages import AnyRequest
+from kvd.protocol.verbs import VERBS
 from kvd.telemetry import Metric, loop_delay
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 0.25
 # So old may be what an exporter is told that does not ask on the loop.
 READ_SECONDS = 10.0
-
-VERBS = [kind.__struct_config__.tag for kind in get_args(AnyRequest)]
 
 
 class Value(NamedTuple):

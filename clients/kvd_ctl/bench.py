@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd_client import Client, DaemonUnavailable, Identity, Layout, to_json
 from kvd_ctl import render
 
@@ -73,7 +74,7 @@ def measure(client: Client, seconds: float, *, as_json: bool) -> None:
 
 
 def _random_prompt() -> bytes:
-    return secrets.token_bytes(NUM_BLOCKS * LAYOUT.block_size * 4)
+    return secrets.token_bytes(NUM_BLOCKS * LAYOUT.block_size * TOKEN_BYTES)
 
 
 def _commit(namespace: Namespace, prompt: bytes, timings: Timings) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import asdict
 
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd_client import (
     BadRequest,
     Client,
@@ -16,10 +17,7 @@ from kvd_client import (
     to_json,
 )
 from kvd_ctl import render
-from kvd_ctl.notation import TOKEN_BYTES, format_duration
-
-# Of a namespace's key as many as tell it from others.
-KEY_CHARACTERS = 12
+from kvd_ctl.notation import format_duration
 
 
 def ping(client: Client, *, as_json: bool) -> None:
@@ -100,22 +98,8 @@ def leases(client: Client, limit: int, *, as_json: bool) -> None:
     reply = client.leases(limit)
     if as_json:
         print(to_json({"leases": reply.leases, "num_leases": reply.num_leases}))
-        return
-    rows = [
-        {
-            "session": each.session,
-            "client": each.client,
-            "lease": each.lease,
-            "namespace": each.namespace,
-            "blocks": each.num_blocks,
-            "reserved": each.num_reserved,
-            "detached": each.num_detached,
-            "age": format_duration(each.age_seconds),
-        }
-        for each in reply.leases
-    ]
-    render.table("leases", rows)
-    render.more(reply.num_leases - len(rows))
+    else:
+        render.leases(reply)
 
 
 def pins(client: Client, limit: int, *, as_json: bool) -> None:
@@ -123,20 +107,8 @@ def pins(client: Client, limit: int, *, as_json: bool) -> None:
     reply = client.leases(limit)
     if as_json:
         print(to_json({"pins": reply.pins, "num_pins": reply.num_pins}))
-        return
-    rows = [
-        {
-            "pin": each.pin,
-            "owner": each.owner,
-            "namespace": each.namespace,
-            "tokens": each.num_tokens,
-            "bytes": format_bytes(each.num_bytes),
-            "left": format_duration(each.left_seconds),
-        }
-        for each in reply.pins
-    ]
-    render.table("pins", rows)
-    render.more(reply.num_pins - len(rows))
+    else:
+        render.pins(reply)
 
 
 def sequences(client: Client, limit: int, *, as_json: bool) -> None:
@@ -147,22 +119,8 @@ def sequences(client: Client, limit: int, *, as_json: bool) -> None:
             asdict(each) | {"namespace_key": each.namespace_key.hex()} for each in reply.sequences
         ]
         print(to_json({"sequences": listed, "num_sequences": reply.num_sequences}))
-        return
-    rows = [
-        {
-            "sequence": each.sequence,
-            "namespace": each.namespace_key.hex()[:KEY_CHARACTERS],
-            "model": each.model,
-            "salt": each.salt,
-            "tokens": each.num_tokens,
-            "bytes": format_bytes(each.num_bytes),
-            "generation": each.generation,
-            "age": format_duration(each.age_seconds),
-        }
-        for each in reply.sequences
-    ]
-    render.table("sequences", rows)
-    render.more(reply.num_sequences - len(rows))
+    else:
+        render.sequences(reply)
 
 
 def pin(
@@ -225,7 +183,7 @@ def discard(client: Client, name: str, key: str, *, as_json: bool) -> None:
     if not found:
         raise UnknownSequence(f"no sequence {name!r} is saved")
     if len(found) > 1:
-        keys = ", ".join(each.namespace_key.hex()[:KEY_CHARACTERS] for each in found)
+        keys = ", ".join(each.namespace_key.hex()[: render.KEY_CHARACTERS] for each in found)
         raise BadRequest(f"several namespaces have it: choose one by --namespace: {keys}")
     (sequence,) = found
     was_there = client.discard(sequence.namespace_key, name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd_client.events import Batch, Event
 
 
-def published(client: Client) -> EventStatus:
+def status_of_events(client: Client) -> EventStatus:
     """Where the events are. Raises Unsupported where kvd publishes none."""
     status = client.status().events
     if status is None:

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd_client import Client, ExplainReply, NamespaceStatus, to_json
 from kvd_ctl import render
 from kvd_ctl.commands import namespace
-from kvd_ctl.notation import TOKEN_BYTES
 
 # What tells one namespace from another, beside its layout.
 IDENTITY = ("model", "revision", "salt", "adapter", "shard_rank", "shard_size", "positions")

@@ -12,7 +12,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-TOKEN_BYTES = 4
+from kvd.protocol.codec import TOKEN_BYTES
+
 SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 MAX_DAYS = 365
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd_client import Client, Identity, Unsupported, to_json
 from kvd_ctl import render
 from kvd_ctl.commands import namespace
-from kvd_ctl.notation import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from kvd_client import Namespace, NamespaceStatus

@@ -11,12 +11,22 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvd_client import Layout, StatusReply, TierStatus, VerifyReply, format_bytes
+from kvd_client import (
+    Layout,
+    LeasesReply,
+    SequencesReply,
+    StatusReply,
+    TierStatus,
+    VerifyReply,
+    format_bytes,
+)
 from kvd_ctl.notation import format_duration
 
 # A table that is piped is as wide as what it has to say.
 PIPED_WIDTH = 10_000
 REVISION_CHARACTERS = 12
+# Of a namespace's key as many as tell it from others.
+KEY_CHARACTERS = 12
 # On a narrow terminal these columns are folded, and no other: what people chose can be long.
 FOLDED = {
     "client",
@@ -228,6 +238,61 @@ def _layout(layout: Layout | None) -> str:
 def _quota(guaranteed_bytes: int, max_bytes: int) -> str:
     bounds = [format_bytes(size) if size else "-" for size in (guaranteed_bytes, max_bytes)]
     return "/".join(bounds) if guaranteed_bytes or max_bytes else ""
+
+
+def leases(reply: LeasesReply) -> None:
+    """Who holds which lease, and what of it."""
+    rows = [
+        {
+            "session": each.session,
+            "client": each.client,
+            "lease": each.lease,
+            "namespace": each.namespace,
+            "blocks": each.num_blocks,
+            "reserved": each.num_reserved,
+            "detached": each.num_detached,
+            "age": format_duration(each.age_seconds),
+        }
+        for each in reply.leases
+    ]
+    table("leases", rows)
+    more(reply.num_leases - len(rows))
+
+
+def pins(reply: LeasesReply) -> None:
+    """Whose pins keep what, and for how long yet."""
+    rows = [
+        {
+            "pin": each.pin,
+            "owner": each.owner,
+            "namespace": each.namespace,
+            "tokens": each.num_tokens,
+            "bytes": format_bytes(each.num_bytes),
+            "left": format_duration(each.left_seconds),
+        }
+        for each in reply.pins
+    ]
+    table("pins", rows)
+    more(reply.num_pins - len(rows))
+
+
+def sequences(reply: SequencesReply) -> None:
+    """Which sequences are saved, and for whom."""
+    rows = [
+        {
+            "sequence": each.sequence,
+            "namespace": each.namespace_key.hex()[:KEY_CHARACTERS],
+            "model": each.model,
+            "salt": each.salt,
+            "tokens": each.num_tokens,
+            "bytes": format_bytes(each.num_bytes),
+            "generation": each.generation,
+            "age": format_duration(each.age_seconds),
+        }
+        for each in reply.sequences
+    ]
+    table("sequences", rows)
+    more(reply.num_sequences - len(rows))
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvd_ctl.notation import TOKEN_BYTES
+from kvd.protocol.codec import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.protocol.errors import Forbidden
-from kvd.protocol.verbs import INFERENCE, OPERATOR, Verb, verb_name, verbs_named
+from kvd.protocol.verbs import INFERENCE, OPERATOR, Verb, verbs_named
 
 if TYPE_CHECKING:
     from kvd.config import ClientConfig
@@ -28,7 +28,7 @@ class Access:
         """Raises Forbidden for a verb that is not for them."""
         if type(request) not in self.verbs:
             who = f"client {self.client.name}" if self.client else "whoever comes here"
-            raise Forbidden(f"{verb_name(type(request))} is not for {who}")
+            raise Forbidden(f"{request.verb} is not for {who}")
 
     def may_open(self, model: str, salt: str) -> bool:
         """Whether the namespaces of a model and a salt are theirs."""

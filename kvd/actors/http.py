@@ -17,7 +17,7 @@ import anyio
 from anyio import to_thread
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from kvd.actors.mover import again_and_again
+from kvd.actors.turns import again_and_again
 from kvd.protocol.endpoint import local_address
 from kvd.protocol.errors import ConfigError
 

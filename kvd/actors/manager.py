@@ -21,11 +21,11 @@ import anyio
 import msgspec
 
 from kvd.actors.copies import pages_named
+from kvd.actors.origins import Origins
 from kvd.actors.sessions import session_name
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.actors.together import together
-from kvd.actors.traces import Origins
 from kvd.arena.header import NUM_SLOTS, SharedHeader
 from kvd.arena.page_table import record_bytes
 from kvd.arena.runs import Pages, pages_of, runs_of

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVarTuple
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import anyio
 from opentelemetry.trace import Link, use_span
@@ -21,6 +21,7 @@ from opentelemetry.trace import Link, use_span
 from kvd import telemetry
 from kvd.actors.signal import Signal
 from kvd.actors.together import together
+from kvd.actors.turns import again_and_again
 from kvd.arena.page_table import NO_PARENT, PageState
 from kvd.arena.runs import pages_of
 from kvd.cache.radix import MEMORY
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Ts = TypeVarTuple("Ts")
-
 DemotionReason: TypeAlias = Literal["watermark", "checkpoint"]
 PromotionReason: TypeAlias = Literal["match", "prefetch"]
 
@@ -70,8 +69,6 @@ MAX_PREFETCHES = 32
 MAX_PROMOTIONS = 2
 # So much of one store is waited for at once; what is more is a miss.
 MAX_WORKS = 256
-# After a fault in the background, so long until the next try.
-FAULT_PAUSE_SECONDS = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -86,16 +83,6 @@ class _Work:
     span: Span
     done: anyio.Event = field(default_factory=anyio.Event)
     is_good: bool = False
-
-
-async def again_and_again(turn: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
-    """Take turns for ever; a fault of one is said and ends nothing but it."""
-    while True:
-        try:
-            await turn(*args)
-        except Exception:
-            logger.exception("reason=internal a turn of work in the background failed")
-            await anyio.sleep(FAULT_PAUSE_SECONDS)
 
 
 class Mover:

@@ -26,7 +26,13 @@ from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
 from kvd.actors.inspection import explained, listed
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.signal import Signal
-from kvd.actors.status import lease_status, namespace_status, pin_status
+from kvd.actors.status import (
+    client_status,
+    lease_status,
+    namespace_status,
+    pin_status,
+    session_status,
+)
 from kvd.actors.traces import tell_answer
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs, tokens_in
@@ -49,7 +55,6 @@ from kvd.protocol.messages import (
     AttachRequest,
     CheckpointReply,
     CheckpointRequest,
-    ClientStatus,
     ConfigReply,
     ConfigRequest,
     DetachRequest,
@@ -64,7 +69,6 @@ from kvd.protocol.messages import (
     MatchRequest,
     ReloadReply,
     ReloadRequest,
-    SessionStatus,
     StatusReply,
     StatusRequest,
     TreeRequest,
@@ -92,7 +96,7 @@ if TYPE_CHECKING:
     from kvd.actors.scrubber import Scrubber
     from kvd.actors.sequences import Sequences
     from kvd.cache.leases import Lease
-    from kvd.config import ClientConfig, Config
+    from kvd.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -589,32 +593,12 @@ class Router:
             uptime_seconds=round(time.monotonic() - self._started, 3),
             tiers=self._manager.tier_status(),
             namespaces=namespace_status(self._manager.state),
-            sessions=tuple(self._session_status(session) for session in self._sessions),
+            sessions=session_status(self._sessions, self._manager.state),
             counters=dict(self.counters) | dict(self._manager.state.counters),
             is_draining=self.is_draining,
-            clients=tuple(self._client_status(client) for client in self._config.clients),
+            clients=client_status(self._config.clients, self._sessions),
             events=self._publisher.status() if self._publisher else None,
         )
-
-    def _session_status(self, session: Session) -> SessionStatus:
-        leases = self._manager.state.leases.of_session(session.id)
-        p50, p99 = session.percentiles_us()
-        return SessionStatus(
-            session.name,
-            session.client,
-            session.pid,
-            session.maps,
-            round(time.monotonic() - session.last_seen, 3),
-            len(leases),
-            sum(len(lease.reserved) for lease in leases),
-            session.num_requests,
-            p50,
-            p99,
-        )
-
-    def _client_status(self, client: ClientConfig) -> ClientStatus:
-        num_sessions = self._sessions.count_of(client)
-        return ClientStatus(client.name, client.key, client.verbs, num_sessions)
 
     def _leases(self, request: LeasesRequest) -> LeasesReply:
         clients = {session.id: session.client for session in self._sessions}

@@ -1,4 +1,4 @@
-"""What a status tells of tiers, namespaces, leases and pins."""
+"""What a status tells of tiers, namespaces, sessions, clients, leases and pins."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.actors.sessions import session_name
-from kvd.protocol.messages import LeaseStatus, NamespaceStatus, PinStatus, TierStatus
+from kvd.protocol.messages import (
+    ClientStatus,
+    LeaseStatus,
+    NamespaceStatus,
+    PinStatus,
+    SessionStatus,
+    TierStatus,
+)
 
 if TYPE_CHECKING:
+    from kvd.actors.sessions import Session, SessionTable
     from kvd.actors.store import StoreActor
     from kvd.cache.memory import Namespace
     from kvd.cache.state import CacheState
+    from kvd.config import ClientConfig
     from kvd.tiers.base import MemoryTier, TierArena
 
 
@@ -65,6 +74,20 @@ def summary(tiers: Sequence[TierStatus], counters: Mapping[str, int]) -> str:
 def namespace_status(state: CacheState) -> tuple[NamespaceStatus, ...]:
     leases = Counter(lease.namespace.id for lease in state.leases)
     return tuple(_namespace_status(n, leases[n.id]) for n in state.namespaces.values())
+
+
+def session_status(sessions: SessionTable, state: CacheState) -> tuple[SessionStatus, ...]:
+    return tuple(_session_status(session, state) for session in sessions)
+
+
+def client_status(
+    clients: Iterable[ClientConfig], sessions: SessionTable
+) -> tuple[ClientStatus, ...]:
+    """The clients that a configuration knows."""
+    return tuple(
+        ClientStatus(client.name, client.key, client.verbs, sessions.count_of(client))
+        for client in clients
+    )
 
 
 def lease_status(state: CacheState, limit: int, clients: dict[int, str]) -> tuple[LeaseStatus, ...]:
@@ -124,4 +147,21 @@ def _namespace_status(namespace: Namespace, num_leases: int) -> NamespaceStatus:
         num_leases=num_leases,
         num_sessions=len(namespace.sessions),
         generation=namespace.generation,
+    )
+
+
+def _session_status(session: Session, state: CacheState) -> SessionStatus:
+    leases = state.leases.of_session(session.id)
+    p50, p99 = session.percentiles_us()
+    return SessionStatus(
+        session.name,
+        session.client,
+        session.pid,
+        session.maps,
+        round(time.monotonic() - session.last_seen, 3),
+        len(leases),
+        sum(len(lease.reserved) for lease in leases),
+        session.num_requests,
+        p50,
+        p99,
     )

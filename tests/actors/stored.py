@@ -29,7 +29,7 @@ from kvd.tiers.copying import data_bytes
 from kvd.tiers.registry import load_tier
 from tests.actors.waiting import until
 from tests.actors.wire import packed
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, capacity_of, tokens_of
+from tests.e2e.support import BLOCK, FAULTY, IDENTITY, LAYOUT, LMDB, capacity_of, tokens_of
 
 if TYPE_CHECKING:
     from kvd.protocol.keys import BlockKey
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 STORE = 1
 TOKENS = tokens_of(1, 4)
-LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
-FAULTY = {"type": "faulty", "tier": LMDB}
 # What SOME of its calls have is told by the seed.
 FLAKY = FAULTY | {"fraction": 0.5, "delay_seconds": 0.0}
 # Rounds that nobody asked for would find what the tests look for.

@@ -16,11 +16,11 @@ from kvd.config import Config
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
-from tests.actors.stored import FAULTY, LMDB, ON_DEMAND, STORE, TOKENS, Cache
+from tests.actors.stored import ON_DEMAND, STORE, TOKENS, Cache
 from tests.actors.test_sequences import CHAT, sequence
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, LAYOUT, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
+from tests.e2e.support import BLOCK, FAULTY, LAYOUT, LMDB, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
 
 WIDE, WIDER = (Layout(2, heads, 64, "float32", block_size=BLOCK) for heads in (4, 8))
 

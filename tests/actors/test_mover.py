@@ -12,11 +12,11 @@ from anyio import create_task_group
 
 from kvd.arena.checksum import block_checksums
 from kvd.testing.faults import Faults, set_faults
-from tests.actors.stored import FAULTY, ON_DEMAND, TOKENS
+from tests.actors.stored import ON_DEMAND, TOKENS
 from tests.actors.waiting import until
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, LAYOUT, PATIENCE_SECONDS, tokens_of
+from tests.e2e.support import BLOCK, FAULTY, LAYOUT, PATIENCE_SECONDS, tokens_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +39,7 @@ async def test_blocks_that_cannot_be_summed_are_tried_again_behind_the_others(
             raise OSError("no descriptors are left")
         return block_checksums(arena, pages)
 
-    monkeypatch.setattr("kvd.actors.mover.FAULT_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("kvd.actors.turns.FAULT_PAUSE_SECONDS", 0.001)
     async with start() as cache, create_task_group() as tasks:
         with monkeypatch.context() as broken:
             broken.setattr("kvd.actors.tier.block_checksums", fail_first)

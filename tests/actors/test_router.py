@@ -56,6 +56,7 @@ from tests.e2e.support import (
     IDENTITY,
     LAYOUT,
     SESSIONS,
+    UNUSED,
     capacity_of,
     eventually,
     settings,
@@ -70,11 +71,15 @@ TOKENS = tokens_of(1, 4)
 
 
 def booked(wire: Wire) -> dict[str, int]:
-    """What the daemon's books count of pages and blocks, and of this session."""
+    """What the daemon's books count of pages and blocks, and of this session.
+
+    Memory is made ready in the background, so that pages without any use are not told apart.
+    """
     status, me = wire.status(), wire.me()
+    pages = {state: count for state, count in wire.pages().items() if state not in UNUSED}
     names = ("pages_reserved", "blocks_committed", "blocks_duplicate")
     counters = {name: status.counters.get(name, 0) for name in names}
-    return counters | wire.pages() | {"leases": me.num_leases, "held": me.num_reserved}
+    return counters | pages | {"leases": me.num_leases, "held": me.num_reserved}
 
 
 # --- attach ---

@@ -14,11 +14,11 @@ from kvd.cache.radix import MEMORY
 from kvd.config import Config
 from kvd.protocol.messages import TierCheck
 from kvd.testing.faults import Faults, set_faults
-from tests.actors.stored import FAULTY, IN_THE_BACKGROUND, ON_DEMAND, STORE, TOKENS
+from tests.actors.stored import IN_THE_BACKGROUND, ON_DEMAND, STORE, TOKENS
 from tests.actors.waiting import until
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import BLOCK, LAYOUT, tokens_of
+from tests.e2e.support import BLOCK, FAULTY, LAYOUT, tokens_of
 
 pytestmark = pytest.mark.anyio
 

@@ -17,11 +17,11 @@ from kvd.protocol.errors import BadRequest, LimitExceeded, TierFailed
 from kvd.testing.faults import Faults, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
-from tests.actors.stored import FAULTY, FLAKY, LMDB, ON_DEMAND, STORE, TOKENS
+from tests.actors.stored import FLAKY, ON_DEMAND, STORE, TOKENS
 from tests.actors.waiting import until
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
-from tests.e2e.support import LAYOUT, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
+from tests.e2e.support import FAULTY, LAYOUT, LMDB, PAGE_FIRST, PATIENCE_SECONDS, tokens_of
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout

@@ -12,7 +12,7 @@ import pytest
 from kvd.config import parse
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from tests.ctl.conftest import run, run_here
-from tests.security.conftest import free_endpoint
+from tests.e2e.support import free_port
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def document(directory: Path) -> str:
         done = run_here("keys", "new", *args, "--directory", directory)
         assert done.exit_code == 0, done.stderr
         lines.append(done.stdout.partition("\n\n")[2])
-    return "\n".join(lines).replace("tcp://127.0.0.1:7654", free_endpoint())
+    return "\n".join(lines).replace(":7654", f":{free_port()}")
 
 
 @pytest.fixture(scope="module")

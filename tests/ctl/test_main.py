@@ -12,7 +12,8 @@ import pytest
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import Client
-from kvd_ctl.__main__ import app, keys_app
+from kvd_ctl.__main__ import app
+from kvd_ctl.machine import keys_app
 from tests.ctl.conftest import Done, run, run_here
 from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of, with_store
 

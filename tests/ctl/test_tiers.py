@@ -12,7 +12,7 @@ import pytest
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from tests.ctl.conftest import run, run_here, run_on_terminal
-from tests.e2e.support import LAYOUT, eventually, settings, store, tokens_of
+from tests.e2e.support import FAULTY, LAYOUT, eventually, settings, store, tokens_of
 
 if TYPE_CHECKING:
     from kvd_client import Client, Namespace
@@ -26,10 +26,8 @@ Ask: TypeAlias = Callable[..., Any]
 @pytest.fixture
 def daemon() -> Iterator[RunningDaemon]:
     (memory,) = settings()["tiers"]
-    disk = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
-    tiers = [memory, {"type": "faulty", "tier": disk}]
     # No round of its own finds what the tests look for.
-    with running_daemon(settings(tiers=tiers, cache={"scrub_bytes": 0})) as daemon:
+    with running_daemon(settings(tiers=[memory, FAULTY], cache={"scrub_bytes": 0})) as daemon:
         yield daemon
 
 

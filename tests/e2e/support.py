@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -33,6 +34,10 @@ UNUSED = {"unbacked", "free"}
 # Fast, since tests wait for what happens at a heartbeat or a sweep.
 SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 60.0}
 
+# A small tier below memory, and one whose faults can be switched on.
+LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
+FAULTY = {"type": "faulty", "tier": LMDB}
+
 
 def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, Any]:
     """A configuration whose host tier has so many pages of LAYOUT; all of them can be used."""
@@ -46,9 +51,8 @@ def with_store(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, 
 
     Its faults can be switched on.
     """
-    disk = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
     document = settings(num_pages, **sections)
-    document["tiers"].append({"type": "faulty", "tier": disk})
+    document["tiers"].append(FAULTY | {"tier": dict(LMDB)})  # copies: some tests change them
     document["cache"] = {"demote_watermark": 1e-6} | document["cache"]
     return document
 
@@ -136,6 +140,13 @@ def held(client: Client) -> dict[str, int]:
 
 def pages_in(client: Client, state: str) -> int:
     return pages(client).get(state, 0)
+
+
+def free_port() -> int:
+    """One of this machine's on which nobody listened just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def anonymous_bytes(pid: int) -> int:

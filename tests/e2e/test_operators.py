@@ -22,7 +22,9 @@ from kvd_client.client import Client
 from tests.actors.wire import Wire, packed
 from tests.e2e.support import (
     BLOCK,
+    FAULTY,
     LAYOUT,
+    LMDB,
     PATIENCE_SECONDS,
     eventually,
     holds,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from kvd_client.client import Namespace
 
 TOKENS = tokens_of(1, 8)
-LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_what_a_checkpoint_saved_outlives_the_machines_memory(
     assert num_found(namespace) == 8
 
 
-@pytest.mark.parametrize("below", [{"type": "faulty", "tier": LMDB}])
+@pytest.mark.parametrize("below", [FAULTY])
 def test_a_checkpoint_goes_on_without_who_asked_for_it(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_checkpoint_goes_on_without_who_asked_for_it(
     eventually(lambda: disk_of(client).num_blocks == 8)
 
 
-@pytest.mark.parametrize("below", [{"type": "faulty", "tier": LMDB}])
+@pytest.mark.parametrize("below", [FAULTY])
 def test_checkpoints_that_wait_are_bounded(
     daemon: RunningDaemon, client: Client, namespace: Namespace
 ) -> None:
@@ -214,7 +215,7 @@ def test_checkpoints_that_wait_are_bounded(
         assert refusal.code == "limit_exceeded"
 
 
-@pytest.mark.parametrize("below", [{"type": "faulty", "tier": LMDB}])
+@pytest.mark.parametrize("below", [FAULTY])
 @pytest.mark.parametrize(
     ("faults", "message"), [(Faults.FULL, "the tier is full"), (Faults.GONE, "the tier is gone")]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,17 +12,11 @@ from kvd.protocol.certificates import KeyPair, make_pair
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Client
 from tests.actors.wire import Wire
-from tests.e2e.support import settings
+from tests.e2e.support import free_port, settings
 
 NAMES = ("server", "alice", "bob", "root", "stranger")
 
 Connect: TypeAlias = Callable[..., Client]
-
-
-def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def address_of(endpoint: str) -> tuple[str, int]:
@@ -60,7 +53,7 @@ class Keys:
             for name in ("alice", "bob")
         ]
         clients.append({"name": "root", "key": self.pairs["root"].public, "verbs": ["operator"]})
-        tcp = {"endpoint": free_endpoint(), "server_key": self.secret("server")}
+        tcp = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "server_key": self.secret("server")}
         return settings(**{"tcp": tcp, "clients": clients} | sections)
 
 

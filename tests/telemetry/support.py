@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -11,16 +10,9 @@ from typing import Any, TypeAlias
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.testing.daemons import RunningDaemon, running_daemon
+from tests.e2e.support import PATIENCE_SECONDS, free_port
 
 Series: TypeAlias = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-PATIENCE_SECONDS = 30.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextmanager

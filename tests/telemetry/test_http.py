@@ -17,8 +17,17 @@ from kvd.actors.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 from kvd.testing.daemons import DaemonFailed, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import Client
-from tests.e2e.support import IDENTITY, LAYOUT, eventually, settings, store, tokens_of, with_store
-from tests.telemetry.support import PATIENCE_SECONDS, get, scrape, value, watched_daemon
+from tests.e2e.support import (
+    IDENTITY,
+    LAYOUT,
+    PATIENCE_SECONDS,
+    eventually,
+    settings,
+    store,
+    tokens_of,
+    with_store,
+)
+from tests.telemetry.support import get, scrape, value, watched_daemon
 
 if TYPE_CHECKING:
     from kvd.testing.daemons import RunningDaemon

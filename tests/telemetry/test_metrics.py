@@ -10,10 +10,17 @@ import pytest
 
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import Client, TierFailed
-from tests.e2e.support import IDENTITY, LAYOUT, eventually, store, tokens_of, with_store
+from tests.e2e.support import (
+    IDENTITY,
+    LAYOUT,
+    PATIENCE_SECONDS,
+    eventually,
+    store,
+    tokens_of,
+    with_store,
+)
 from tests.telemetry import workload
 from tests.telemetry.support import (
-    PATIENCE_SECONDS,
     Series,
     named,
     scrape,

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import pytest
 
 from kvd_client import Client
-from tests.e2e.support import eventually
+from tests.e2e.support import eventually, free_port
 from tests.telemetry import workload
-from tests.telemetry.support import free_port, watched_daemon
+from tests.telemetry.support import watched_daemon
 
 ROOT = Path(__file__).parent.parent.parent
 ALERTS = ROOT / "config/alerts.yml"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsServiceRequest,
-    ExportMetricsServiceResponse,
-)
 
 from kvd.testing.daemons import running_daemon
 from kvd_client import Client
-from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of
-from tests.telemetry.support import PATIENCE_SECONDS
+from tests.e2e.support import IDENTITY, LAYOUT, PATIENCE_SECONDS, settings, store, tokens_of
+from tests.otlp import running_collector
+
+if TYPE_CHECKING:
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+        ExportMetricsServiceRequest,
+    )
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Without what exports; the daemon's own arguments follow.
@@ -31,32 +28,6 @@ sys.modules[sys.argv.pop(1)] = None
 from kvd.__main__ import main
 main()
 """
-
-
-class Receiver(BaseHTTPRequestHandler):
-    received: queue.Queue[ExportMetricsServiceRequest] = queue.Queue()
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/metrics"
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.received.put(ExportMetricsServiceRequest.FromString(body))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(ExportMetricsServiceResponse().SerializeToString())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def receiver() -> Iterator[str]:
-    """The address of a collector."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def committed(request: ExportMetricsServiceRequest) -> list[int]:
@@ -71,14 +42,15 @@ def committed(request: ExportMetricsServiceRequest) -> list[int]:
 
 
 def test_metrics_go_to_a_collector_the_last_ones_at_the_stop(
-    receiver: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(ENDPOINT, receiver)
-    with running_daemon(settings()) as daemon, Client(daemon.endpoint) as client:
-        assert client.wait_attached(PATIENCE_SECONDS)
-        store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
-        daemon.stop()
-    request = Receiver.received.get_nowait()
+    with running_collector() as collector:
+        monkeypatch.setenv(ENDPOINT, collector.endpoint)
+        with running_daemon(settings()) as daemon, Client(daemon.endpoint) as client:
+            assert client.wait_attached(PATIENCE_SECONDS)
+            store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
+            daemon.stop()
+    request = collector.metrics[-1]
     (resource,) = request.resource_metrics
     names = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert names["service.name"] == "kvd"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvd_client import UnknownSequence
-from tests.e2e.support import IDENTITY, LAYOUT, compute, settings, store, tokens_of
+from tests.e2e.support import IDENTITY, LAYOUT, LMDB, compute, settings, store, tokens_of
 
 if TYPE_CHECKING:
     from kvd_client import Client, Lease
@@ -23,7 +23,7 @@ TOKENS = NUM_BLOCKS * LAYOUT.block_size
 def document() -> dict[str, Any]:
     """Memory for these sequences, and a disk below it to which only checkpoints copy."""
     found = settings(NUM_BLOCKS * NUM_SEQUENCES)
-    found["tiers"].append({"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0})
+    found["tiers"].append(LMDB)
     found["cache"] = found["cache"] | {"demote_watermark": 1.0, "scrub_bytes": 0}
     return found
 

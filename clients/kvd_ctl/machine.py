@@ -1,0 +1,163 @@
+"""Commands for a machine: the service, what daemons have left, what kvd needs, the keys of TCP."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+from kvd.config import Config
+from kvd.loading import find, load
+from kvd_client import Client, ClientStatus, KvdError, StatusReply
+from kvd_ctl import keys, service
+from kvd_ctl.app import NAME, Endpoint, Json, Timeout, app, check_listening, client_of, failures
+from kvd_ctl.doctor import examine
+from kvd_ctl.purge import find_leftovers, remove_leftovers, tell_leftovers
+
+keys_app = typer.Typer(
+    help="Make and list the keys by which clients come over TCP.",
+    epilog="Example: kvd-ctl keys new engine-1",
+    no_args_is_help=True,
+)
+app.add_typer(keys_app, name="keys")
+
+Root = Annotated[Path, typer.Option(help="Where the system lies, as of an image.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="What kvd is configured by, if by a file.")
+]
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
+KeyDirectory = Annotated[
+    Path,
+    typer.Option(
+        help="Where the keys lie.",
+        default_factory=keys.default_directory,
+        show_default="~/.config/kvd/keys",
+    ),
+]
+
+
+@app.command(epilog="Example: kvd-ctl install && systemctl enable --now kvd.socket kvd.service")
+def install(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Let it use NVIDIA's GPUs.")] = False,
+    root: Root = service.SYSTEM,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Make this kvd a service of the system, which systemd starts and watches.
+
+    What was changed by hand since it was installed stays as it is.
+    """
+    with failures():
+        service.install(root, gpu=gpu, dry_run=dry_run, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl uninstall --dry-run")
+def uninstall(
+    purge_data: Annotated[
+        bool, typer.Option("--purge-data", help="Remove what is cached, in memory and on disk.")
+    ] = False,
+    root: Root = service.SYSTEM,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Stop the service and remove what `kvd-ctl install` put in place."""
+    with failures():
+        service.uninstall(root, purge_data=purge_data, dry_run=dry_run, as_json=as_json)
+
+
+@app.command(epilog="Example: kvd-ctl purge --dry-run")
+def purge(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
+    config: ConfigFile = None,
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what daemons that do not run have left of this user: memory, disk and sockets.
+
+    With it goes what their next start would have found. What a daemon or a client still uses stays.
+    Exit status 1 where something could not be removed.
+    """
+    with failures():
+        found = find_leftovers(_settings(config, endpoint))
+    if not as_json:
+        tell_leftovers(found)
+    if found and not (yes or dry_run):
+        if not sys.stdin.isatty():
+            raise typer.BadParameter("needed to remove without asking", param_hint="--yes")
+        typer.confirm("Remove all of these?", abort=True, err=True)
+    if not remove_leftovers(found, dry_run=dry_run, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: kvd-ctl doctor || kvd-ctl status")
+def doctor(
+    config: ConfigFile = None,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Look whether this machine has what kvd needs; exit status 1 where something is bad."""
+    with failures():
+        settings = _settings(config, endpoint)
+        is_well = examine(_answer(settings, timeout), settings, as_json=as_json)
+    if not is_well:
+        raise typer.Exit(1)
+
+
+@keys_app.command("new", epilog="Example: kvd-ctl keys new server --server")
+def keys_new(
+    name: KeyName,
+    directory: KeyDirectory,
+    is_server: Annotated[bool, typer.Option("--server", help="It is to be kvd's own.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a key, and tell what to configure for it."""
+    with failures():
+        keys.new(name, directory.absolute(), is_server=is_server, as_json=as_json)
+
+
+@keys_app.command("list", epilog="Example: kvd-ctl keys list --json | jq '.clients[].name'")
+def keys_list(
+    directory: KeyDirectory,
+    endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
+    as_json: Json = False,
+) -> None:
+    """List the keys that lie here and, where kvd answers, those that it lets in."""
+    with failures():
+        keys.list_all(directory, _allowed(endpoint, timeout), as_json=as_json)
+
+
+@keys_app.command("show", epilog="Example: kvd-ctl keys show engine-1")
+def keys_show(name: KeyName, directory: KeyDirectory, as_json: Json = False) -> None:
+    """Print the half of a key that everybody may see."""
+    with failures():
+        keys.show(name, directory, as_json=as_json)
+
+
+def _allowed(endpoint: str | None, timeout: float) -> tuple[ClientStatus, ...]:
+    """Who may come over TCP; nobody where kvd does not answer."""
+    try:
+        with client_of(endpoint, timeout) as client:
+            return client.status().clients
+    except typer.Exit:
+        return ()
+
+
+def _settings(config: Path | None, endpoint: str | None) -> Config:
+    """As a daemon would have them: what the file says comes first."""
+    settings = load(find(str(config)) if config else None, os.environ).config
+    return replace(settings, endpoint=settings.endpoint or endpoint or "")
+
+
+def _answer(settings: Config, timeout: float) -> StatusReply | KvdError:
+    try:
+        with Client(settings.endpoint or None, timeout=timeout, name=NAME, maps=False) as client:
+            check_listening(client.endpoint)
+            return client.status()
+    except KvdError as error:
+        return error
