@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvd.config import Config
 from kvd.loading import find, load
+from kvd.protocol.endpoint import SYSTEM_SOCKET, is_default
 from kvd_client import Client, ClientStatus, DaemonUnavailable, KvdError, StatusReply
 
 try:
@@ -305,7 +306,9 @@ def uninstall(
 
 @app.command(epilog="Example: kvd-ctl top --count 1 --json | jq .hit_rate")
 def top(
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.1, max=86_400)
+    ] = 2.0,
     count: Annotated[int | None, typer.Option(help="End after so many looks.", min=1)] = None,
     endpoint: Endpoint = None,
     timeout: Timeout = 2.0,
@@ -555,9 +558,10 @@ def _check_listening(endpoint: str) -> None:
         except BlockingIOError:
             pass  # somebody does, and is busy
         except OSError as error:
-            raise DaemonUnavailable(
-                f"kvd does not listen on {endpoint}: {error.strerror}"
-            ) from error
+            message = f"kvd does not listen on {endpoint}: {error.strerror}"
+            if is_default(endpoint):
+                message += f"; as a service it listens on ipc://{SYSTEM_SOCKET}"
+            raise DaemonUnavailable(message) from error
 
 
 def main() -> None:

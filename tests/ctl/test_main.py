@@ -71,7 +71,16 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_no_socket_is_it_fails_at_once(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kvd.sock"
     line = complaint(run("status", "--endpoint", endpoint, "--timeout", 86_400))
-    assert f"{endpoint}: No such file or directory" in line
+    assert line.endswith(f"{endpoint}: No such file or directory")
+
+
+def test_where_nobody_said_a_place_that_of_the_service_is_named(tmp_path: Path) -> None:
+    place = {"KVD_ENDPOINT": "", "XDG_RUNTIME_DIR": str(tmp_path)}
+    (tmp_path / "kvd").mkdir()
+    (tmp_path / "kvd/kvd.sock").touch()
+    line = complaint(run("ping", **place))
+    assert f"{tmp_path}/kvd/kvd.sock: Connection refused" in line
+    assert line.endswith("as a service it listens on ipc:///run/kvd.sock")
 
 
 def test_where_nobody_listens_any_more_it_fails_at_once() -> None:
