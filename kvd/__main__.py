@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from kvd.config import Config, LogConfig
 
+STDOUT, STDERR = 1, 2
 # One for all handlers: a reload ends no storm.
 STORMS = StormFilter()
 
@@ -44,10 +45,10 @@ def main() -> None:
 
     Exit status 0, or with a line that says what was wrong 1, or 78 for its configuration.
     """
+    _open_standard_descriptors()
     status = _run(_arguments())
     if threading.active_count() > 1:  # one that hangs in a disk would keep the process for ever
         logging.shutdown()
-        sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -130,7 +131,7 @@ async def _run_daemon(daemon: Daemon, ready: anyio.Event, told: anyio.Event) -> 
             f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
             for tier in daemon.tier_status()
         )
-        print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
+        _say(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}")
         systemd.notify(READY=1, STATUS=daemon.summary())
         reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
         ready.set()
@@ -156,6 +157,19 @@ async def _reload(daemon: Daemon, ready: anyio.Event) -> None:
     await ready.wait()
     with systemd.reloading(), contextlib.suppress(Exception):  # the log has it
         await daemon.reload()
+
+
+def _open_standard_descriptors() -> None:
+    """Where one was closed, what is opened next would be taken for it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
+
+
+def _say(line: str) -> None:
+    """To whoever reads stdout: nobody, perhaps, or a disk that is full."""
+    with contextlib.suppress(OSError):
+        os.write(STDOUT, f"{line}\n".encode())
 
 
 def _raise_descriptor_limit() -> None:

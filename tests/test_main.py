@@ -20,6 +20,7 @@ from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import (
     IDENTITY,
     LAYOUT,
+    PATIENCE_SECONDS,
     capacity_of,
     settings,
     store,
@@ -198,6 +199,19 @@ def test_the_ready_line_tells_where_and_how_much() -> None:
             f"kvd {kvd.__version__} is ready on {daemon.endpoint}; host tier: "
             f"up to {format_bytes(capacity_of(128))} in {daemon.directory}"
         )
+
+
+@pytest.mark.parametrize(
+    "redirection", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"]
+)
+def test_it_runs_whatever_becomes_of_what_it_says(path: Path, redirection: str) -> None:
+    path.write_text(f'data_directory = "{path.parent}/data"\n{path.read_text()}')
+    kvd = f"exec {sys.executable} -m kvd --config {path} {redirection}"
+    with subprocess.Popen(["sh", "-c", kvd]) as daemon:
+        with Client(f"ipc://{path.parent}/kvd.sock") as client:
+            assert client.wait_attached(PATIENCE_SECONDS)
+        daemon.terminate()
+        assert daemon.wait() == 0
 
 
 def test_the_ready_line_names_every_tier() -> None:
