@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 import kvd
-from kvd.protocol.errors import KvdError
+from kvd.protocol.errors import ConfigError, KvdError
 from kvd.protocol.units import format_bytes
 
 try:
@@ -24,7 +24,7 @@ try:
 
     from kvd import sdk, systemd
     from kvd.check import check
-    from kvd.daemon import Daemon
+    from kvd.daemon import Daemon, one_error
     from kvd.loading import Loaded, find, load, profiles
     from kvd.logs import JsonFormatter, StormFilter, TextFormatter
 except ModuleNotFoundError as error:
@@ -35,13 +35,20 @@ if TYPE_CHECKING:
 
     from kvd.config import Config, LogConfig
 
+STDOUT, STDERR = 1, 2
+# One for all handlers: a reload ends no storm.
+STORMS = StormFilter()
+
 
 def main() -> None:
-    """Run kvd until SIGTERM or Ctrl-C; exit status 0, or 1 with a line that says what was wrong."""
+    """Run kvd until SIGTERM or Ctrl-C.
+
+    Exit status 0, or with a line that says what was wrong 1, or 78 for its configuration.
+    """
+    _open_standard_descriptors()
     status = _run(_arguments())
     if threading.active_count() > 1:  # one that hangs in a disk would keep the process for ever
         logging.shutdown()
-        sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -58,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         flush(stop_by)
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
-        return 1
+        return os.EX_CONFIG if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -94,49 +101,75 @@ def _load(args: argparse.Namespace) -> Loaded:
 
 async def _serve(loaded: Loaded) -> float:
     """Until a signal; when the stop must be over (time.monotonic)."""
-    systemd.notify(STATUS="recovering")
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-    with anyio.open_signal_receiver(*numbers) as signals:
-        async with (
-            Daemon(
-                loaded,
-                on_reload=_log_as_told,
-                listeners=systemd.take_listeners(),
-                moved=functools.partial(systemd.extend, loaded.config.hang_seconds),
-            ) as daemon,
-            anyio.create_task_group() as reports,
-        ):
-            tiers = ", ".join(
-                f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
-                f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
-                for tier in daemon.tier_status()
-            )
-            print(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}", flush=True)
-            systemd.notify(READY=1, STATUS=daemon.summary())
-            reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
-            await _until_told_to_stop(signals, daemon)
+    with one_error(), anyio.open_signal_receiver(*numbers) as signals:
+        systemd.notify(STATUS="recovering")
+        daemon = Daemon(
+            loaded,
+            on_reload=_log_as_told,
+            listeners=systemd.take_listeners(),
+            moved=functools.partial(systemd.extend, loaded.config.hang_seconds),
+        )
+        ready, told = anyio.Event(), anyio.Event()
+        async with anyio.create_task_group() as running:
+            running.start_soon(_run_daemon, daemon, ready, told)
+            await _until_told_to_stop(signals, daemon, ready)
             systemd.notify(STOPPING=1, STATUS="saving")
             systemd.extend(daemon.config.grace_seconds)
             stop_by = time.monotonic() + daemon.config.grace_seconds
-            reports.cancel_scope.cancel()
+            told.set()
+            if not ready.is_set():  # it has served nobody: there is nothing to save
+                running.cancel_scope.cancel()
     return stop_by
 
 
-async def _until_told_to_stop(signals: AsyncIterator[signal.Signals], daemon: Daemon) -> None:
-    """Reload at each SIGHUP until another signal comes, which waits for no file."""
+async def _run_daemon(daemon: Daemon, ready: anyio.Event, told: anyio.Event) -> None:
+    """Until it is told to stop; it is `ready` before that."""
+    async with daemon, anyio.create_task_group() as reports:
+        tiers = ", ".join(
+            f"{tier.name} tier: up to {format_bytes(tier.capacity_bytes)} in "
+            f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
+            for tier in daemon.tier_status()
+        )
+        _say(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}")
+        systemd.notify(READY=1, STATUS=daemon.summary())
+        reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
+        ready.set()
+        await told.wait()
+        reports.cancel_scope.cancel()
+
+
+async def _until_told_to_stop(
+    signals: AsyncIterator[signal.Signals], daemon: Daemon, ready: anyio.Event
+) -> None:
+    """Reload at each SIGHUP until another signal comes, which waits for no file and no start."""
     async with anyio.create_task_group() as reloads:
         async for number in signals:
             if number == signal.SIGHUP:
-                reloads.start_soon(_reload, daemon)
+                reloads.start_soon(_reload, daemon, ready)
                 continue
             logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
             reloads.cancel_scope.cancel()
             return
 
 
-async def _reload(daemon: Daemon) -> None:
+async def _reload(daemon: Daemon, ready: anyio.Event) -> None:
+    await ready.wait()
     with systemd.reloading(), contextlib.suppress(Exception):  # the log has it
         await daemon.reload()
+
+
+def _open_standard_descriptors() -> None:
+    """Where one was closed, what is opened next would be taken for it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
+
+
+def _say(line: str) -> None:
+    """To whoever reads stdout: nobody, perhaps, or a disk that is full."""
+    with contextlib.suppress(OSError):
+        os.write(STDOUT, f"{line}\n".encode())
 
 
 def _raise_descriptor_limit() -> None:
@@ -152,7 +185,7 @@ def _log_as_told(config: Config) -> None:
 def _set_up_logging(config: LogConfig) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
-    handler.addFilter(StormFilter())
+    handler.addFilter(STORMS)
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ def check(load: Callable[[], Loaded], *, as_json: bool) -> int:
             print(to_json({"error": error.message}))
         else:
             print(f"kvd: {error}", file=sys.stderr)
-        return 1
+        return os.EX_CONFIG
     print(to_json(found) if as_json else _text(found))
     return 0
 

@@ -24,12 +24,14 @@ from kvd.protocol.endpoint import (
 )
 from kvd.protocol.errors import ConfigError
 from kvd.protocol.events import Encoding
-from kvd.protocol.units import ByteSize, decode_size
+from kvd.protocol.units import MAX_INTEGER, ByteSize, decode_size
 from kvd.protocol.verbs import verbs_named
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+# What the system is asked for: it ends such texts at a zero byte.
+Name = Annotated[str, Meta(pattern="^[^\0]*$")]
 S = TypeVar("S", bound=msgspec.Struct)
 
 MIN_REQUEST_BYTES = 64 << 10
@@ -115,13 +117,17 @@ class IpcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     mode: Literal["0600", "0660"] = "0660"
-    group: str = ""
+    group: Name = ""
 
 
 class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where operators ask, for the daemon's user alone; empty: where everybody does."""
 
-    endpoint: str = ""
+    endpoint: Name = ""
+
+    def __post_init__(self) -> None:
+        if self.endpoint:
+            socket_path(self.endpoint)
 
 
 class TcpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,8 +136,8 @@ class TcpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `server_key` is the secret file of the daemon's own key.
     """
 
-    endpoint: str = ""
-    server_key: str = ""
+    endpoint: Name = ""
+    server_key: Name = ""
 
 
 class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -214,9 +220,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory that was not heard of for so long is done without.
     """
 
-    endpoint: str = ""
-    directory: str = ""
-    data_directory: str = ""
+    endpoint: Name = ""
+    directory: Name = ""
+    data_directory: Name = ""
     grace_seconds: Seconds = 5.0
     hang_seconds: Seconds = 60.0
     cache: CacheConfig = CacheConfig()
@@ -281,6 +287,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.data_directory:
             return Path(self.data_directory)
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        if not cache.is_absolute():
+            raise ConfigError(f"XDG_CACHE_HOME {str(cache)!r} is not an absolute path")
         return cache / "kvd" / self._endpoint_name
 
     @property

@@ -139,14 +139,9 @@ class Daemon(AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        try:
+        with one_error():
             async with self._running():
                 yield self
-        except BaseExceptionGroup as group:
-            # The task groups below are our own affair: who raised one error gets that one.
-            if len(leaves := _leaves(group)) == 1:
-                raise leaves[0] from leaves[0].__cause__
-            raise
 
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
@@ -369,6 +364,17 @@ class Daemon(AsyncContextManagerMixin):
             share(self.directory, ipc.group, 0o2750)  # so that what is made there has the group
             for found in self.directory.iterdir():
                 give(found, ipc.group)
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """The task groups inside are our own affair: who raised one error gets that one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if len(leaves := _leaves(group)) == 1:
+            raise leaves[0] from leaves[0].__cause__
+        raise
 
 
 @contextmanager

@@ -87,8 +87,8 @@ def load(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        document = tomllib.loads(path.read_text("utf-8").removeprefix("\ufeff"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     parse(document, str(path))  # what is wrong in a file is said of it alone
     return document
@@ -117,9 +117,12 @@ def _typed(name: str, key: str, text: str) -> Any:
     """What a variable says, as the Struct has it."""
     kind = type_of(Config, key)
     try:
+        text.encode()
         return msgspec.convert(text, kind, strict=False, dec_hook=decode_size)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{name}: {reason(error, kind)}") from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not UTF-8") from error
 
 
 def _keys(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from opentelemetry import trace
 
@@ -48,34 +49,43 @@ class StormFilter(logging.Filter):
     """Of warnings and errors that tell the same, lets one through in STORM_SECONDS.
 
     The same are those of one logger whose pairs are the same, or of one wording without any. The
-    next one that goes through has the number of those that did not, as `suppressed`.
+    next one that goes through has the number of those that did not, as `suppressed`; where none
+    comes, a line of its own has it, as soon as anything is logged.
     """
 
     def __init__(self) -> None:
         super().__init__()
         # When each was let through last, and how many were not since.
-        self._told: dict[object, tuple[float, int]] = {}
+        self._told: dict[tuple[Any, ...], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
+        if hasattr(record, "suppressed"):  # our own
             return True
-        key = record.name, *(pairs(record) or {"": str(record.msg)}).items()
-        told, suppressed = self._told.get(key, (-STORM_SECONDS, 0))
-        if record.created - told < STORM_SECONDS:
-            self._told[key] = told, suppressed + 1
-            return False
-        self._forget(record.created)
-        self._told[key] = record.created, 0
-        record.suppressed = suppressed
+        if record.levelno >= logging.WARNING:
+            key = record.levelno, record.name, *(pairs(record) or {"": str(record.msg)}).items()
+            told, suppressed = self._told.get(key, (-STORM_SECONDS, 0))
+            if record.created - told < STORM_SECONDS:
+                self._told[key] = told, suppressed + 1
+                return False
+            self._told[key] = record.created, 0
+            record.suppressed = suppressed
+        self._end_storms(record.created)
         return True
 
-    def _forget(self, now: float) -> None:
-        """What is over, and had nothing left out, need not be known."""
-        self._told = {
-            key: (told, suppressed)
-            for key, (told, suppressed) in list(self._told.items())
-            if suppressed or now - told < STORM_SECONDS
-        }
+    def _end_storms(self, now: float) -> None:
+        for key, (told, _) in list(self._told.items()):
+            if now - told >= STORM_SECONDS:
+                _, suppressed = self._told.pop(key, (told, 0))
+                if suppressed:
+                    _tell_suppressed(*key, suppressed=suppressed)
+
+
+def _tell_suppressed(level: int, name: str, *told: tuple[str, object], suppressed: int) -> None:
+    text = " ".join(f"{pair}=%s" if pair else "%s" for pair, _ in told)
+    values = [value for _, value in told]
+    logging.getLogger(name).log(
+        level, f"{text} and others like it", *values, extra={"suppressed": suppressed}
+    )
 
 
 def pairs(record: logging.LogRecord) -> dict[str, object]:

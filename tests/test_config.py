@@ -40,6 +40,19 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert config.tiers == ({"type": "host", "capacity_bytes": "8GiB"},)
 
 
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"limits": {"pins": 1 << 63}}, "limits.pins"),
+        ({"cache": {"scrub_bytes": 1 << 63}}, "cache.scrub_bytes"),
+        ({"cache": {"scrub_bytes": "8388608TiB"}}, "cache.scrub_bytes"),
+    ],
+)
+def test_what_no_reader_could_be_told_is_refused(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(document)
+
+
 UNKNOWN = [
     ({"endpiont": "x"}, r"unknown key endpiont; did you mean endpoint\?"),
     ({"cache": {"high_watermrk": 1}}, r"cache.high_watermrk; did you mean cache.high_watermark\?"),

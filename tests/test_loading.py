@@ -78,6 +78,11 @@ def test_variables_of_others_are_left_alone(name: str) -> None:
     assert not load(None, {name: "x"}).origins
 
 
+def test_a_mark_of_an_editor_is_no_part_of_a_file(path: Path) -> None:
+    path.write_text("grace_seconds = 7", "utf-8-sig")
+    assert load(path).config.grace_seconds == 7
+
+
 # --- what is refused ---
 
 
@@ -92,6 +97,7 @@ def test_variables_of_others_are_left_alone(name: str) -> None:
         ("KVD_CACHE__HIGH_WATERMARK", "1.1", "KVD_CACHE__HIGH_WATERMARK: .*<= 1.0"),
         ("KVD_CACHE__SCRUB_BYTES", "lots", "KVD_CACHE__SCRUB_BYTES: 'lots' is not a size"),
         ("KVD_LIMITS__SESSIONS", "many", "KVD_LIMITS__SESSIONS: .*int"),
+        ("KVD_DIRECTORY", "/\udcff", "KVD_DIRECTORY is not UTF-8"),
         ("KVD_LOG__LEVEL", "loud", "KVD_LOG__LEVEL: .*'loud'; it may be debug, info, warn"),
         ("KVD_CACHE__LOW_WATERMARK", "0.99", "KVD_CACHE__LOW_WATERMARK: cache: low_watermark is"),
     ],

@@ -103,6 +103,20 @@ def test_what_is_no_failure_is_always_told() -> None:
     assert let_through(storm, told, told, told) == [True] * 3
 
 
+@pytest.mark.parametrize("message", ["reason=x tier=disk: gone", "it is gone"])
+def test_a_storm_that_ends_is_told_of_with_what_comes_next(
+    caplog: pytest.LogCaptureFixture, message: str
+) -> None:
+    storm = StormFilter()
+    info = record("session ended", at=1000.0 + STORM_SECONDS, levelno=logging.INFO)
+    let_through(storm, *[record(message) for _ in range(100)])
+    assert let_through(storm, info, info) == [True, True]
+    (told,) = caplog.records
+    assert (told.name, told.levelno) == ("kvd.test", logging.ERROR)
+    assert (pairs(told), vars(told)["suppressed"]) == (pairs(record(message)), 99)
+    assert let_through(storm, told) == [True]
+
+
 def test_what_is_over_is_forgotten() -> None:
     storm = StormFilter()
     for number in range(1000):

@@ -20,6 +20,7 @@ from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import (
     IDENTITY,
     LAYOUT,
+    PATIENCE_SECONDS,
     capacity_of,
     settings,
     store,
@@ -37,8 +38,8 @@ def run(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a kvd that did not start."""
-    assert (done.returncode, done.stdout) == (1, ""), done
+    """The one line of a kvd that did not start, for its configuration."""
+    assert (done.returncode, done.stdout) == (os.EX_CONFIG, ""), done
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvd: ")
     return line
@@ -110,7 +111,7 @@ def test_a_check_finds_what_a_start_would_refuse(path: Path) -> None:
     message = f"{path}: tiers, type lmdb: unknown key nosink; did you mean nosync?"
     assert complaint(run("--config", path, "--check")) == f"kvd: {message}"
     done = run("--config", path, "--check", "--json")
-    assert (done.returncode, json.loads(done.stdout)) == (1, {"error": message})
+    assert (done.returncode, json.loads(done.stdout)) == (os.EX_CONFIG, {"error": message})
 
 
 def test_a_profile_is_checked_by_its_name() -> None:
@@ -119,6 +120,19 @@ def test_a_profile_is_checked_by_its_name() -> None:
 
 
 # --- what cannot be used ---
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    """A file that says this, and names places of its own where it says none."""
+    path = tmp_path / "kvd.toml"
+    places = {"endpoint": "ipc://{}/kvd.sock", "directory": "{}/kvd", "data_directory": "{}/data"}
+    own = [
+        f'{key} = "{place.format(tmp_path)}"'
+        for key, place in places.items()
+        if not text.startswith(f"{key} = ")
+    ]
+    path.write_text("\n".join([*own, text]))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -131,6 +145,13 @@ def test_a_profile_is_checked_by_its_name() -> None:
         ('tiers = [{type = "host", capacity_bites = 1}]', "capacity_bites"),
         ('tiers = [{type = "host", directory = "x"}]', "not absolute"),
         ('tiers = [{type = "host", capacity_bytes = "1024TiB"}]', "1024TiB"),
+        ('directory = "/a\\u0000b"', "directory: Expected"),
+        ('data_directory = "/a\\u0000b"', "data_directory: Expected"),
+        ('ipc.group = "a\\u0000b"', "ipc.group: Expected"),
+        ('tiers = [{type = "host"}, {type = "lmdb", directory = "/a\\u0000b"}]', "null byte"),
+        (f'directory = "/{"x" * 300}"', "File name too long"),
+        ('operator.endpoint = "tcp://127.0.0.1:1"', "tcp://127.0.0.1:1"),
+        (f"tiers = {'[' * 10_000}", "recursion"),
         ("tiers = [{}]", "known here: faulty, host, lmdb"),
         ('tiers = [{type = "host", capacity_bytes = 1}]', "set capacity_bytes to 64KiB"),
         ('directory = "/proc/kvd"', "/proc/kvd"),
@@ -145,18 +166,12 @@ def test_a_profile_is_checked_by_its_name() -> None:
 def test_a_configuration_that_cannot_be_used_is_one_line(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    path = tmp_path / "kvd.toml"
-    if "endpoint" not in text and "endpiont" not in text:
-        text = f'endpoint = "ipc://{tmp_path}/kvd.sock"\n{text}'
-    path.write_text(text)
-    assert message in complaint(run("--config", path))
+    assert message in complaint(run("--config", written(tmp_path, text)))
 
 
 def test_an_endpoint_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "kvd.toml"
     (tmp_path / "kvd.sock").mkdir()
-    path.write_text(f'endpoint = "ipc://{tmp_path}/kvd.sock"\n')
-    assert "kvd.sock" in complaint(run("--config", path))
+    assert "kvd.sock" in complaint(run("--config", written(tmp_path, "")))
     assert (tmp_path / "kvd.sock").is_dir()
 
 
@@ -184,6 +199,19 @@ def test_the_ready_line_tells_where_and_how_much() -> None:
             f"kvd {kvd.__version__} is ready on {daemon.endpoint}; host tier: "
             f"up to {format_bytes(capacity_of(128))} in {daemon.directory}"
         )
+
+
+@pytest.mark.parametrize(
+    "redirection", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"]
+)
+def test_it_runs_whatever_becomes_of_what_it_says(path: Path, redirection: str) -> None:
+    path.write_text(f'data_directory = "{path.parent}/data"\n{path.read_text()}')
+    kvd = f"exec {sys.executable} -m kvd --config {path} {redirection}"
+    with subprocess.Popen(["sh", "-c", kvd]) as daemon:
+        with Client(f"ipc://{path.parent}/kvd.sock") as client:
+            assert client.wait_attached(PATIENCE_SECONDS)
+        daemon.terminate()
+        assert daemon.wait() == 0
 
 
 def test_the_ready_line_names_every_tier() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kvd import systemd
 from kvd.testing.daemons import running_daemon
+from kvd.testing.faults import Faults, set_faults
 from tests.e2e.support import PATIENCE_SECONDS, with_store
 
 Told = dict[str, str]
@@ -93,6 +94,22 @@ def test_a_life_is_told_in_order(manager: Manager) -> None:
         assert manager.hears()["WATCHDOG"] == "1"
         daemon.stop()
         assert manager.hears_of("STOPPING")[-1] == {"STOPPING": "1", "STATUS": "saving"}
+
+
+def test_a_stop_does_not_wait_for_a_start_to_end(manager: Manager) -> None:
+    """The disk does not answer until the stop is told."""
+    with running_daemon(with_store()) as daemon:
+        daemon.stop()
+        set_faults(daemon.data_directory, Faults.STUCK)
+        manager.hears_of("STOPPING")
+        command = [sys.executable, "-m", "kvd", "--config", str(daemon.config_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as starting:
+            assert manager.hears_of("STATUS")[-1] == {"STATUS": "recovering"}
+            starting.terminate()
+            manager.hears_of("STOPPING")
+            set_faults(daemon.data_directory, Faults.NONE)
+            assert starting.communicate() == (b"", None)
+        assert starting.returncode == 0
 
 
 # --- the watchdog ---

@@ -18,7 +18,10 @@ def main() -> None:
     """Entry point of the `kvd-ctl` script."""
     # What the client library would log, the error says.
     logging.getLogger("kvd_client").addHandler(logging.NullHandler())
-    app()
+    try:
+        app()
+    except OSError as error:  # as of a full disk, where the output goes
+        sys.exit(f"kvd-ctl: {error}")
 
 
 if __name__ == "__main__":

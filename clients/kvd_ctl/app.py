@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvd.protocol.endpoint import SYSTEM_SOCKET, is_default
 from kvd_client import Client, DaemonUnavailable, KvdError
 from kvd_ctl.notation import parse_tokens
 from kvd_ctl.text import load_tokenizer
@@ -87,6 +88,7 @@ def check_listening(endpoint: str) -> None:
         except BlockingIOError:
             pass  # somebody does, and is busy
         except OSError as error:
-            raise DaemonUnavailable(
-                f"kvd does not listen on {endpoint}: {error.strerror}"
-            ) from error
+            message = f"kvd does not listen on {endpoint}: {error.strerror}"
+            if is_default(endpoint):
+                message += f"; as a service it listens on ipc://{SYSTEM_SOCKET}"
+            raise DaemonUnavailable(message) from error

@@ -113,7 +113,9 @@ def events(
 
 @app.command(epilog="Example: kvd-ctl top --count 1 --json | jq .hit_rate")
 def top(
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.1, max=86_400)
+    ] = 2.0,
     count: Annotated[int | None, typer.Option(help="End after so many looks.", min=1)] = None,
     endpoint: Endpoint = None,
     timeout: Timeout = 2.0,

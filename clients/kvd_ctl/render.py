@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +22,7 @@ from kvd_client import (
 )
 from kvd_ctl.notation import format_duration
 
+STDOUT, STDERR = 1, 2  # which may be closed
 # A table that is piped is as wide as what it has to say.
 PIPED_WIDTH = 10_000
 REVISION_CHARACTERS = 12
@@ -46,7 +47,7 @@ FOLDED = {
 
 # What is printed are names of others: nothing in them is markup.
 console = Console(
-    width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False, emoji=False, highlight=False
+    width=None if os.isatty(STDOUT) else PIPED_WIDTH, markup=False, emoji=False, highlight=False
 )
 
 
@@ -133,7 +134,7 @@ def progress(title: str) -> Iterator[Callable[[VerifyReply], None]]:
 def bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on the terminal, if there is one, that is told how many of how many are done."""
     with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        console=Console(stderr=True), transient=True, disable=not os.isatty(STDERR)
     ) as shown:
         task = shown.add_task(title, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)

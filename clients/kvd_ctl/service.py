@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvd_client import KvdError, to_json
 
@@ -165,11 +166,13 @@ def _tree(folder: Traversable, name: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def _known(root: Path) -> dict[str, str]:
+    path = root / LIST
     try:
-        known: dict[str, str] = json.loads((root / LIST).read_text())
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
-    return known
+    except msgspec.DecodeError as error:
+        raise InstallFailed(f"{path} cannot be read: {error}: remove it") from error
 
 
 def _encoded(listed: dict[str, str]) -> bytes:

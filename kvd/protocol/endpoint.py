@@ -74,6 +74,8 @@ def socket_path(endpoint: str) -> Path:
             f"endpoint {endpoint!r} is not ipc:// with an absolute path; "
             "TCP needs keys, and is served beside it: see tcp.endpoint"
         )
+    if not name.isprintable():  # as are bytes that are no UTF-8
+        raise ConfigError(f"the path of {endpoint!r} has what cannot be printed")
     if len(os.fsencode(name)) > MAX_IPC_PATH:
         raise ConfigError(
             f"the path of {endpoint!r} has {len(os.fsencode(name))} bytes; "

@@ -9,6 +9,10 @@ from typing import Any
 _FACTORS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
+# The largest that whoever is told of it can read, in whatever language.
+MAX_INTEGER = (1 << 63) - 1
+
+
 class ByteSize(int):
     """A number of bytes; in a configuration also written as "512MiB"."""
 
@@ -35,8 +39,7 @@ def decode_size(kind: type, value: Any) -> Any:
     """The hook by which msgspec reads ByteSize from a configuration."""
     if kind is not ByteSize:
         raise NotImplementedError(f"{kind} cannot be read")
-    if isinstance(value, str):
-        return parse_bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return ByteSize(value)
+    size = parse_bytes(value) if isinstance(value, str) else value
+    if isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MAX_INTEGER:
+        return ByteSize(size)
     raise ValueError(f"{value!r} is not a size such as 512MiB or 8GiB")

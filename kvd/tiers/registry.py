@@ -34,4 +34,9 @@ def load_tier(section: Mapping[str, Any], directory: Path, data_directory: Path)
         raise ConfigError(f"tiers, type {kind}: cannot be imported: {error}") from error
     own = {key: value for key, value in section.items() if key != "type"}
     config = convert(own, tier_class.Config, f"tiers, type {kind}")
-    return tier_class(config, data_directory if issubclass(tier_class, StoreTier) else directory)
+    try:
+        return tier_class(
+            config, data_directory if issubclass(tier_class, StoreTier) else directory
+        )
+    except (OSError, ValueError) as error:  # a place that no file system can have
+        raise ConfigError(f"tiers, type {kind}: cannot be made: {error}") from error

@@ -72,7 +72,29 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_no_socket_is_it_fails_at_once(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kvd.sock"
     line = complaint(run("status", "--endpoint", endpoint, "--timeout", 86_400))
-    assert f"{endpoint}: No such file or directory" in line
+    assert line.endswith(f"{endpoint}: No such file or directory")
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&-"])
+def test_a_stream_that_is_closed_is_done_without(daemon: RunningDaemon, redirection: str) -> None:
+    verify = f"{sys.executable} -m kvd_ctl verify --endpoint {daemon.endpoint} {redirection}"
+    done = subprocess.run(["sh", "-c", verify], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_that_finds_no_room_is_one_line(daemon: RunningDaemon) -> None:
+    config = f"{sys.executable} -m kvd_ctl config --endpoint {daemon.endpoint} > /dev/full"
+    done = subprocess.run(["sh", "-c", config], capture_output=True, text=True)
+    assert complaint(done).endswith("No space left on device")
+
+
+def test_where_nobody_said_a_place_that_of_the_service_is_named(tmp_path: Path) -> None:
+    place = {"KVD_ENDPOINT": "", "XDG_RUNTIME_DIR": str(tmp_path)}
+    (tmp_path / "kvd").mkdir()
+    (tmp_path / "kvd/kvd.sock").touch()
+    line = complaint(run("ping", **place))
+    assert f"{tmp_path}/kvd/kvd.sock: Connection refused" in line
+    assert line.endswith("as a service it listens on ipc:///run/kvd.sock")
 
 
 def test_where_nobody_listens_any_more_it_fails_at_once() -> None:

@@ -6,14 +6,12 @@ import json
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from kvd.config import parse
 from tests.ctl.conftest import run, run_here
 from tests.ctl.test_main import complaint
-
-if TYPE_CHECKING:
-    import pytest
 
 SERVICE = "etc/systemd/system/kvd.service"
 CONFIG = "etc/kvd/kvd.toml"
@@ -105,3 +103,12 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "etc").touch()
     done = run("install", "--root", tmp_path, "--json")
     assert "Not a directory" in complaint(done)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}'])
+def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "etc/kvd/installed.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    for command in ("install", "uninstall"):
+        assert f"{path} cannot be read" in complaint(run(command, "--root", tmp_path))

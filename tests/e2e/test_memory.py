@@ -213,7 +213,10 @@ def test_the_arena_is_for_its_owner_and_group_alone(
 def test_a_small_shm_is_said_at_start_with_what_to_do(tmpfs: Mount, tmp_path: Path) -> None:
     small = tmpfs("size=64k")
     config = tmp_path / "kvd.toml"
-    config.write_text(f'endpoint = "ipc://{tmp_path}/kvd.sock"\ndirectory = "{small}/kvd"\n')
+    config.write_text(
+        f'endpoint = "ipc://{tmp_path}/kvd.sock"\ndirectory = "{small}/kvd"\n'
+        f'data_directory = "{tmp_path}/data"\n'
+    )
     command = [sys.executable, "-m", "kvd", "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     # The header alone has 512 KiB.

@@ -105,7 +105,7 @@ for seed in itertools.count():
 def start(tmp_path: Path, **document: Any) -> subprocess.CompletedProcess[str]:
     """Start a daemon that will not be ready, and wait for its end."""
     config = tmp_path / "other.toml"
-    config.write_text(to_toml(document))
+    config.write_text(to_toml({"data_directory": f"{tmp_path}/data"} | document))
     command = [sys.executable, "-m", "kvd", "--config", str(config)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

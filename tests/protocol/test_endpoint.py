@@ -114,6 +114,12 @@ def test_a_path_is_measured_in_bytes_and_not_in_letters() -> None:
         socket_path("ipc:///" + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 100)
 
 
+@pytest.mark.parametrize("path", ["/a\0b", "/a\nb", "/\udcff"])
+def test_a_path_can_be_printed(path: str) -> None:
+    with pytest.raises(ConfigError, match="printed"):
+        socket_path(f"ipc://{path}")
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [

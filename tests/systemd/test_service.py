@@ -118,6 +118,16 @@ def test_it_is_started_again_after_a_kill_and_has_what_was_cached(service: Box) 
     assert came_back(service)
 
 
+def test_a_configuration_that_is_not_good_is_tried_once(
+    service_with: Callable[[str], Box], box: Box
+) -> None:
+    box.write("/etc/kvd/bad.toml", "grace_seconds = 0")
+    with pytest.raises(AssertionError):
+        service_with(f"ExecStart=\nExecStart={BINARIES}/kvd --config /etc/kvd/bad.toml")
+    assert (box.show("ActiveState"), box.show("ExecMainStatus")) == ("failed", "78")
+    assert box.show("NRestarts") == "0"
+
+
 def test_one_that_stands_still_is_started_again(service_with: Callable[[str], Box]) -> None:
     service = service_with("WatchdogSec=2s")
     service.engine(STORE)

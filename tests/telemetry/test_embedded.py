@@ -29,14 +29,15 @@ def ready():
 
 
 async def serve(directory):
-    config = Config(endpoint=f"ipc://{directory}/kvd.sock", data_directory=f"{directory}/data")
+    config = Config(endpoint=f"ipc://{directory}/kvd.sock", directory=f"{directory}/kvd",
+                    data_directory=f"{directory}/data")
     for _ in range(2):
         async with Daemon(config) as daemon:
             pass
         print(json.dumps(ready()))
 
 
-with tempfile.TemporaryDirectory() as directory:
+with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
     anyio.run(serve, directory)
 """
 
