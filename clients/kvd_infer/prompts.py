@@ -67,5 +67,8 @@ class Prompts:
                 f"model, of which none has more than {self._longest_token}"
             )
         # The tokenizer itself sets up its backend anew each time, which other threads may be using.
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # of what came from bytes that are no UTF-8
+            raise BadRequest("a prompt is text in UTF-8: this one is not") from error
         return ids

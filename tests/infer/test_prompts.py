@@ -44,6 +44,11 @@ def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) 
             encode(long, MOST)
 
 
+def test_a_text_that_is_no_utf_8_is_refused() -> None:
+    with pytest.raises(BadRequest, match="UTF-8"):
+        Prompts(tiny_tokenizer()).of_text("B\udce4r", MOST)
+
+
 def test_a_chat_needs_a_template() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None

@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 from itertools import islice
 from pathlib import Path
 from signal import SIGINT, SIGTERM
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -18,11 +18,19 @@ import pytest
 
 from kvd.testing.daemons import running_daemon
 from kvd_infer import commands
+from kvd_infer.server import messages
 from kvd_infer.server.app import Service
 from kvd_infer.server.run import Server, listen
 from tests.e2e.support import eventually
 from tests.infer.conftest import SETTINGS, attached
-from tests.infer.servers import NAME, PROMPT, ids_of, plain_text, running_servers
+from tests.infer.servers import (
+    NAME,
+    PATIENCE_SECONDS,
+    PROMPT,
+    ids_of,
+    plain_text,
+    running_servers,
+)
 
 if TYPE_CHECKING:
     from openai.types import Completion
@@ -355,6 +363,31 @@ def serving(opened: commands.Opened) -> Iterator[int]:
         yield listener.getsockname()[1]
         server.handle_exit(SIGTERM, None)
         thread.join()
+
+
+def test_what_takes_long_to_read_keeps_nobody_waiting(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, go_on = Event(), Event()
+
+    def read(*args: Any) -> Any:
+        is_asked.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return messages.read(*args)
+
+    monkeypatch.setattr("kvd_infer.server.app.read", read)
+    with (
+        commands.open_model(tiny_dir, None, uses_kvd=False) as opened,
+        serving(opened) as port,
+        closing(HTTPConnection("127.0.0.1", port)) as asking,
+        closing(HTTPConnection("127.0.0.1", port)) as other,
+    ):
+        asking.request("POST", "/v1/completions", json.dumps(GREEDY | {"prompt": PROMPT}))
+        assert is_asked.wait(PATIENCE_SECONDS)
+        other.request("GET", "/health")
+        assert other.getresponse().status == 200
+        go_on.set()
+        assert asking.getresponse().status == 200
 
 
 def test_requests_go_on_while_kvd_is_restarted(

@@ -117,7 +117,7 @@ class Service:
         return await self._answer(request, asked, [ids], ChatAnswer(asked, self._prompts.tokenizer))
 
     async def _asked(self, request: Request, kind: type[R]) -> R:
-        asked = read(await _body(request), kind)
+        asked = await asyncio.to_thread(read, await _body(request), kind)
         self._check_model(asked.model)
         return asked
 
