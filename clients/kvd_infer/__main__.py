@@ -66,8 +66,8 @@ def generate(
 
     Ctrl-C ends it where it stands.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
     with _complaints():
+        text = sys.stdin.read() if prompt == "-" else prompt
         from kvd_infer import commands
         from kvd_infer.sampler import SamplingParams
 
@@ -113,7 +113,7 @@ def _complaints() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         sys.exit(f"kvd-infer: {error}: install kvd[serve]")
-    except KvdError as error:
+    except (KvdError, UnicodeError) as error:
         print(f"kvd-infer: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 

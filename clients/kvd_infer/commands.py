@@ -86,7 +86,7 @@ def generate(opened: Opened, prompt: str, params: SamplingParams, *, as_json: bo
     Ctrl-C ends it where it stands.
     """
     began = time.perf_counter()
-    ids = opened.prompts.of_text(prompt)
+    ids = opened.prompts.of_text(prompt, opened.model.max_tokens)
     stream = opened.router.submit(ids, params)
     outputs, moments = [], []
     with _on_interrupt(stream.cancel):

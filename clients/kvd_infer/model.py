@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -24,7 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from kvd_client import BadRequest, Identity, Layout, Unsupported
+from kvd_client import BadRequest, Identity, KvdError, Layout, Unsupported
 from kvd_infer import telemetry
 from kvd_infer.attention import KeysValues, Plan
 from kvd_infer.hf_attention import check_attention
@@ -74,12 +73,14 @@ class Model:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise BadRequest(f"the model in {path} cannot be loaded: {error}") from error
-        model, info = loaded
-        if missing := info["missing_keys"]:  # which would be random
-            raise BadRequest(f"the model in {path} has no {', '.join(sorted(missing))}")
-        return cls(model)
+            model, info = loaded
+            if missing := info["missing_keys"]:  # which would be random
+                raise BadRequest(f"the model in {path} has no {', '.join(sorted(missing))}")
+            return cls(model)
+        except KvdError:
+            raise
+        except Exception as error:  # of its files, transformers raises whatever comes of them
+            raise BadRequest(f"the model in {path} cannot be loaded: {error!r}") from error
 
     @torch.no_grad()
     def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> Tensor:

@@ -21,6 +21,7 @@ class Prompts:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
@@ -35,14 +36,17 @@ class Prompts:
             raise BadRequest(f"the tokenizer in {directory} is none of transformers' fast ones")
         return cls(tokenizer)
 
-    def of_text(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer puts around a text."""
-        return self._encode(text, add_special_tokens=True)
+    def of_text(self, text: str, max_tokens: int) -> list[int]:
+        """With the special tokens that the tokenizer puts around a text.
 
-    def of_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Raises BadRequest for a text of so many characters that it must have more than `max_tokens`.
+        """
+        return self._encode(text, max_tokens, add_special_tokens=True)
+
+    def of_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int]:
         """As the model's template writes a chat down, up to where the next answer begins.
 
-        Raises BadRequest where there is no template, or it refuses these messages.
+        Raises BadRequest where there is no template, it refuses these messages, or as `of_text`.
         """
         if not self.tokenizer.chat_template:
             raise BadRequest("this model has no chat template: ask for a completion instead")
@@ -54,9 +58,17 @@ class Prompts:
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
-        return self._encode(str(text), add_special_tokens=False)
+        return self._encode(str(text), max_tokens, add_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
+        if len(text) > max_tokens * self._longest_token:  # and would take the tokenizer long
+            raise BadRequest(
+                f"a prompt of {len(text)} characters is more than the {max_tokens} tokens of the "
+                f"model, of which none has more than {self._longest_token}"
+            )
         # The tokenizer itself sets up its backend anew each time, which other threads may be using.
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # of what came from bytes that are no UTF-8
+            raise BadRequest("a prompt is text in UTF-8: this one is not") from error
         return ids

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from kvd_client import (
     BadRequest,
+    Client,
+    DaemonUnavailable,
     DeadlineExceeded,
     KvdError,
     Layout,
@@ -27,6 +30,9 @@ logger = logging.getLogger(__name__)
 # Pages that are not there soon are not worth the wait: there is private memory.
 RESERVE_SECONDS = 1.0
 CHUNK_TOKENS = 256
+
+# Whoever goes on without kvd: that is said once, until a match is answered again.
+_without_kvd: WeakSet[Client] = WeakSet()
 
 
 class Rows:
@@ -97,7 +103,7 @@ class Rows:
         lease = self._lease
         if lease is None or self._pages_end or num_tokens <= lease.capacity_tokens:
             return True
-        with _going_on():
+        with self._going_on():
             try:
                 lease.reserve(num_tokens, timeout=seconds)
             except (OutOfPages, DeadlineExceeded):
@@ -146,7 +152,7 @@ class Rows:
         old = self._lease
         if old is None or self._pages_end:
             return None
-        with _going_on():
+        with self._going_on():
             num_tokens = self.length - self.num_committed
             lease = old.fork(reserve_tokens=num_tokens, timeout=seconds)
             if lease.capacity_tokens >= self.length:
@@ -225,11 +231,15 @@ class Rows:
         """A lease of the longest prefix that kvd knows; None where there is none to be had."""
         if self._namespace is None:
             return None
-        with _going_on():
+        client = self._namespace.client
+        with self._going_on():
             lease = self._namespace.match(tokens.numpy(), exact_tail=True, timeout=seconds)
-            if lease.is_open or lease.capacity_tokens > 0:
-                return lease
-            logger.info("no kvd answers on %s", self._namespace.client.endpoint)
+            if not lease.is_open and lease.capacity_tokens == 0:
+                raise DaemonUnavailable(f"none answers on {client.endpoint}")
+            if client in _without_kvd:
+                _without_kvd.discard(client)
+                logger.warning("kvd answers again")
+            return lease
         return None
 
     def _check(self) -> None:
@@ -243,8 +253,21 @@ class Rows:
             # Whatever becomes of the commit: an answer may be lost.
             self._num_sealed = max(self._num_sealed, stop - stop % self._layout.block_size)
             if stop - lease.num_committed >= self._layout.block_size:
-                with _going_on(), telemetry.tracer.start_as_current_span(telemetry.COMMIT):
+                with self._going_on(), telemetry.tracer.start_as_current_span(telemetry.COMMIT):
                     lease.commit(self._tokens[lease.num_committed : stop].numpy())
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Inference goes on without what the daemon could not do, whatever the reason."""
+        try:
+            yield
+        except (BadRequest, LeaseEnded, PagesInUse):  # mistakes, and what must be told
+            raise
+        except KvdError as error:
+            assert self._namespace is not None
+            if (client := self._namespace.client) not in _without_kvd:
+                _without_kvd.add(client)
+                logger.warning("going on without kvd: %s", error)
 
 
 class _PrivateMemory:
@@ -286,14 +309,3 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         rows = torch.cat(list(sources), dim=2).split([target.shape[2] for target in targets], dim=2)
         for target, its_rows in zip(targets, rows, strict=True):
             target.copy_(its_rows)
-
-
-@contextmanager
-def _going_on() -> Iterator[None]:
-    """Inference goes on without what the daemon could not do, whatever the reason."""
-    try:
-        yield
-    except (BadRequest, LeaseEnded, PagesInUse):  # mistakes, and what must be told
-        raise
-    except KvdError as error:
-        logger.warning("going on without kvd: %s", error)

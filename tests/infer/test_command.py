@@ -28,7 +28,7 @@ GREEDY = ("--temperature", 0, "--max-tokens", 24)
 COMMAND = [sys.executable, "-m", "kvd_infer"]
 
 
-def generate(folder: Path, *options: object, stdin: str = "", **environment: str) -> Result:
+def generate(folder: Path, *options: object, stdin: str | bytes = "", **environment: str) -> Result:
     """`kvd-infer generate` in this process, which has torch already."""
     arguments = ["generate", "--model", str(folder), *map(str, options)]
     return CliRunner().invoke(app, arguments, input=stdin, env=environment)
@@ -125,6 +125,13 @@ def test_what_is_wrong_is_said_in_one_line(
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("kvd-infer: ")
     assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_prompt_on_stdin_that_is_no_utf_8_is_refused(tiny_dir: Path) -> None:
+    done = generate(tiny_dir, "-", "--no-kvd", stdin=b"B\xe4r")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvd-infer: 'utf-8' codec can't decode")
     assert done.stderr.count("\n") == 1
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -133,6 +134,30 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="cannot be loaded"):
         Model.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(BadRequest, match="cannot be loaded"):
+        Model.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[]"),
+        ("config.json", {"hidden_act": "x"}),
+        ("config.json", {"hidden_size": "wide"}),
+        ("config.json", {"num_hidden_layers": -1}),
+        ("config.json", {"num_key_value_heads": 0}),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", {"eos_token_id": [[1]]}),
+    ],
+)
+def test_folder_with_nonsense_is_refused(
+    tmp_path: Path, name: str, content: str | dict[str, Any]
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    path = tmp_path / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.write_text(content)
     with pytest.raises(BadRequest, match="cannot be loaded"):
         Model.load(tmp_path)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvd.testing.daemons import running_daemon
-from kvd_client import BadRequest, Identity, Layout, LeaseEnded, Namespace
+from kvd_client import BadRequest, Dropped, Identity, Layout, Lease, LeaseEnded, Namespace
 from kvd_infer.rows import Rows
 from tests.e2e.support import capacity_of
 from tests.infer.conftest import PATIENCE_SECONDS, attached
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvd.testing.daemons import RunningDaemon
 
 LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
@@ -275,15 +277,34 @@ def test_ids_that_are_learned_are_committed_as_they_are_written(namespace: Names
 
 
 def test_block_that_cannot_be_committed_is_not_tried_with_each_token(
-    daemon: RunningDaemon, caplog: pytest.LogCaptureFixture
+    namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rows, tried = Rows(namespace, LAYOUT, TOKENS), []
+
+    def fail(lease: Lease, tokens: NDArray[Any]) -> None:
+        tried.append(len(tokens))
+        raise Dropped("a test's")
+
+    monkeypatch.setattr(Lease, "commit", fail)
+    for num_tokens in range(1, 51):
+        write(rows, TOKENS[:num_tokens])
+    assert tried == [16, 32, 48]
+
+
+def test_each_outage_is_said_once(daemon: RunningDaemon, caplog: pytest.LogCaptureFixture) -> None:
     with attached(daemon) as client:
-        rows = Rows(client.open(NUMBERS, LAYOUT), LAYOUT, TOKENS)
-        assert rows.reserve(50, PATIENCE_SECONDS)
-        daemon.kill()
-        for num_tokens in range(1, 51):
-            write(rows, TOKENS[:num_tokens])
-    assert caplog.text.count("going on without kvd") == 3
+        namespace = client.open(NUMBERS, LAYOUT)
+        for _ in range(2):
+            rows = Rows(namespace, LAYOUT, TOKENS)
+            assert rows.reserve(50, PATIENCE_SECONDS)
+            daemon.kill()
+            for num_tokens in range(1, 51):
+                write(rows, TOKENS[:num_tokens])
+            written(namespace)
+            daemon.start()
+            assert client.wait_attached(PATIENCE_SECONDS)
+    said = [record.message for record in caplog.records if record.name == "kvd_infer.rows"]
+    assert ["without" in each for each in said] == [True, False, True]
 
 
 @pytest.mark.parametrize("length", LENGTHS[1:])

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from itertools import islice
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
 from kvd.testing.daemons import running_daemon
+from kvd_infer import commands
+from kvd_infer.server import messages
+from kvd_infer.server.app import Service
+from kvd_infer.server.run import Server, listen
 from tests.e2e.support import eventually
 from tests.infer.conftest import SETTINGS, attached
-from tests.infer.servers import NAME, PROMPT, ids_of, plain_text, running_servers
+from tests.infer.servers import (
+    NAME,
+    PATIENCE_SECONDS,
+    PROMPT,
+    ids_of,
+    plain_text,
+    running_servers,
+)
 
 if TYPE_CHECKING:
     from openai.types import Completion
@@ -317,6 +330,64 @@ def test_a_request_that_nobody_waits_for_ends(server: RunningServer) -> None:
         connection.request("POST", "/v1/completions", json.dumps(body))
         eventually(lambda: server.health["requests"] == 1)
     eventually(lambda: server.health["requests"] == 0)
+
+
+def test_who_never_reads_gives_up_his_place(
+    tiny_dir: Path,
+    one_thread: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("kvd_infer.server.app.READ_SECONDS", 0.05)
+    body = GREEDY | {"prompt": PROMPT, "max_tokens": MANY_TOKENS, "stream": True, "logprobs": 20}
+    with (
+        commands.open_model(tiny_dir, None, uses_kvd=False) as opened,
+        serving(opened) as port,
+        closing(HTTPConnection("127.0.0.1", port)) as connection,
+    ):
+        connection.request("POST", "/v1/completions", json.dumps(body | NO_END))
+        eventually(lambda: opened.router.num_requests == 1)
+        eventually(lambda: opened.router.num_requests == 0)
+    assert "reason=unread" in caplog.text
+
+
+@contextmanager
+def serving(opened: commands.Opened) -> Iterator[int]:
+    """A server in this process; its port."""
+    service = Service(opened.router, opened.prompts, NAME, opened.model.max_tokens, None)
+    server = Server(service, opened.router, grace=0)
+    with listen("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # soon full
+        thread = Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield listener.getsockname()[1]
+        server.handle_exit(SIGTERM, None)
+        thread.join()
+
+
+def test_what_takes_long_to_read_keeps_nobody_waiting(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, go_on = Event(), Event()
+
+    def read(*args: Any) -> Any:
+        is_asked.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return messages.read(*args)
+
+    monkeypatch.setattr("kvd_infer.server.app.read", read)
+    with (
+        commands.open_model(tiny_dir, None, uses_kvd=False) as opened,
+        serving(opened) as port,
+        closing(HTTPConnection("127.0.0.1", port)) as asking,
+        closing(HTTPConnection("127.0.0.1", port)) as other,
+    ):
+        asking.request("POST", "/v1/completions", json.dumps(GREEDY | {"prompt": PROMPT}))
+        assert is_asked.wait(PATIENCE_SECONDS)
+        other.request("GET", "/health")
+        assert other.getresponse().status == 200
+        go_on.set()
+        assert asking.getresponse().status == 200
 
 
 def test_requests_go_on_while_kvd_is_restarted(

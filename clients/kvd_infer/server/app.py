@@ -35,6 +35,8 @@ from kvd_infer.server.messages import (
 )
 
 if TYPE_CHECKING:
+    from starlette.types import Message, Send
+
     from kvd_client import Client
     from kvd_infer.engine import Output
     from kvd_infer.prompts import Prompts
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 << 20
 RETRY_SECONDS = 1
+# Who reads nothing for so long is taken for one that never will, and gives up his place.
+READ_SECONDS = 60.0
 NOBODY_READS = 499
 
 
@@ -109,16 +113,19 @@ class Service:
     async def _complete_chat(self, request: Request) -> Response:
         asked = await self._asked(request, ChatRequest)
         messages = [message.for_template() for message in asked.messages]
-        ids = await asyncio.to_thread(self._prompts.of_chat, messages)
+        ids = await asyncio.to_thread(self._prompts.of_chat, messages, self._max_tokens)
         return await self._answer(request, asked, [ids], ChatAnswer(asked, self._prompts.tokenizer))
 
     async def _asked(self, request: Request, kind: type[R]) -> R:
-        asked = read(await _body(request), kind)
+        asked = await asyncio.to_thread(read, await _body(request), kind)
         self._check_model(asked.model)
         return asked
 
     def _ids_of_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        return [self._prompts.of_text(each) if isinstance(each, str) else each for each in prompts]
+        return [
+            self._prompts.of_text(each, self._max_tokens) if isinstance(each, str) else each
+            for each in prompts
+        ]
 
     async def _answer(
         self, request: Request, asked: CompletionRequest, prompts: list[list[int]], answer: Answer
@@ -131,9 +138,7 @@ class Service:
         # What is wrong with a request is known with its first piece, and then has a status.
         first = await _while_there(request, _next(pieces))
         last = tally if asked.stream_options.include_usage else None
-        return StreamingResponse(
-            _events(answer, first, pieces, last), media_type="text/event-stream"
-        )
+        return _ReadStream(_events(answer, first, pieces, last), media_type="text/event-stream")
 
     def _submit(self, asked: CompletionRequest, prompts: list[list[int]]) -> list[Stream]:
         """All of them or none."""
@@ -148,6 +153,20 @@ class Service:
     def _request(self, asked: CompletionRequest, ids: list[int]) -> sequence.Request:
         params = asked.params(self._max_tokens - len(ids))
         return sequence.Request(new_id(), tuple(ids), params, asked.priority)
+
+
+class _ReadStream(StreamingResponse):
+    """A stream that ends when its client, connected still, takes nothing of it any more."""
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_soon(message: Message) -> None:
+            async with asyncio.timeout(READ_SECONDS):
+                await send(message)
+
+        try:
+            await super().stream_response(send_soon)
+        except TimeoutError:
+            logger.warning("reason=unread a stream was ended: nobody reads it")
 
 
 @dataclass(slots=True)
