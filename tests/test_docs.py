@@ -128,7 +128,10 @@ model, input_ids = tiny_llama(), torch.arange(40).reshape(1, 40)
 
 @pytest.mark.parametrize("number", range(len(readme_examples())))
 def test_every_example_of_the_readme_runs(number: int, tmp_path: Path) -> None:
-    source = readme_examples()[number].replace("ipc:///tmp/my-kvd", f"ipc://{tmp_path}")
+    own = (
+        f'directory="{tmp_path}/kvd", data_directory="{tmp_path}/data", endpoint="ipc://{tmp_path}'
+    )
+    source = readme_examples()[number].replace('endpoint="ipc:///tmp/my-kvd', own)
     if "hf.generate" in source:
         source = MODEL + source
     with running_daemon({"tiers": [{"type": "host", "capacity_bytes": "64MiB"}]}) as daemon:

@@ -44,8 +44,9 @@ ready, is_over = threading.Event(), threading.Event()
 
 
 async def serve(directory):
-    endpoint = f"ipc://{directory}/kvd.sock"
-    async with Daemon(Config(endpoint=endpoint, data_directory=f"{directory}/data")):
+    config = Config(endpoint=f"ipc://{directory}/kvd.sock", directory=f"{directory}/kvd",
+                    data_directory=f"{directory}/data")
+    async with Daemon(config):
         ready.set()
         await anyio.to_thread.run_sync(is_over.wait)
 

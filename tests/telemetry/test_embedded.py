@@ -29,7 +29,8 @@ def ready():
 
 
 async def serve(directory):
-    config = Config(endpoint=f"ipc://{directory}/kvd.sock", data_directory=f"{directory}/data")
+    config = Config(endpoint=f"ipc://{directory}/kvd.sock", directory=f"{directory}/kvd",
+                    data_directory=f"{directory}/data")
     for _ in range(2):
         async with Daemon(config) as daemon:
             pass
