@@ -47,4 +47,9 @@ def _text(found: dict[str, Any]) -> str:
         for tier in found["tiers"]
     ]
     places = [f"{name}: {found[name]}" for name in ("endpoint", "directory", "data_directory")]
-    return "\n".join(["configuration is good", *places, *tiers])
+    doors = [
+        f"{each.key}: {each.value}"
+        for each in found["values"]
+        if each.key.endswith(".endpoint") and each.value
+    ]
+    return "\n".join(["configuration is good", *places, *doors, *tiers])

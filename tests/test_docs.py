@@ -128,7 +128,8 @@ model, input_ids = tiny_llama(), torch.arange(40).reshape(1, 40)
 
 @pytest.mark.parametrize("number", range(len(readme_examples())))
 def test_every_example_of_the_readme_runs(number: int, tmp_path: Path) -> None:
-    source = readme_examples()[number].replace("ipc:///tmp/my-kvd", f"ipc://{tmp_path}")
+    own = f'endpoint="ipc://{tmp_path}/s", directory="{tmp_path}/m", data_directory="{tmp_path}/d"'
+    source = readme_examples()[number].replace('endpoint="ipc:///tmp/my-kvd/kvd.sock"', own)
     if "hf.generate" in source:
         source = MODEL + source
     with running_daemon({"tiers": [{"type": "host", "capacity_bytes": "64MiB"}]}) as daemon:

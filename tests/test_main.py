@@ -97,6 +97,11 @@ def test_a_check_tells_what_kvd_would_do_and_does_nothing(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_check_tells_of_every_door(path: Path) -> None:
+    path.write_text(path.read_text() + '[http]\nendpoint = "127.0.0.1:9464"\n')
+    assert "http.endpoint: 127.0.0.1:9464" in run("--config", path, "--check").stdout.splitlines()
+
+
 def test_a_check_as_json_has_every_value_with_its_origin(path: Path) -> None:
     done = run("--config", path, "--check", "--json", KVD_LIMITS__PINS="7")
     said = json.loads(done.stdout)

@@ -57,11 +57,14 @@ def test_every_command_of_the_page_runs(
 
 
 def test_only_commands_of_other_programs_are_not_run() -> None:
-    lines = [line for block in OTHERS for line in block.splitlines()]
+    lines = [line.split("#")[0].rstrip() for block in OTHERS for line in block.splitlines()]
     ours = [line for line in lines if line.split()[0] not in ("pip", "sudo", "docker")]
     assert ours == [
-        "kvd-ctl explain 1 @prompt.json                      # token ids as the engine sent them",
+        "kvd-ctl explain 1 @prompt.json",
         'kvd-ctl explain 1 --text "You are ..." --tokenizer MODEL_DIR',
+        "kvd-ctl pin 1 @prompt.json --for 2h",
+        "kvd-ctl prefetch 1 @prompt.json",
+        "kvd-ctl drop 1 @prompt.json --from-token 512",
         "kvd-ctl drain --stop --timeout 300",
         "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 kvd",
         "kvd-ctl events                       # as it happens",

@@ -50,6 +50,11 @@ def _tell_matched(reply: ExplainReply) -> None:
 
 def _tell_rest(reply: ExplainReply, num_matched: int, num_tokens: int) -> None:
     """Where the tokens leave the tree, and whether what follows was evicted."""
+    if num_tokens < reply.block_size:
+        render.console.print(
+            f"these {num_tokens} tokens are less than a block of {reply.block_size}"
+        )
+        return
     num_left = (num_tokens - num_matched) // reply.block_size * reply.block_size
     if not num_left:
         render.console.print(f"all whole blocks of these {num_tokens} tokens match")

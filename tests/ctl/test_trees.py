@@ -101,6 +101,11 @@ def test_a_prompt_that_is_there_matches_whole(number: int, ctl: Ctl) -> None:
     assert said.splitlines()[-1] == f"all whole blocks of these {len(SHORT)} tokens match"
 
 
+def test_less_than_a_block_is_told_to_be_so(number: int, ctl: Ctl) -> None:
+    said = ctl("explain", number, listed(SHARED[: BLOCK - 1]))
+    assert said.splitlines()[-1] == f"these {BLOCK - 1} tokens are less than a block of {BLOCK}"
+
+
 def test_a_prompt_that_leaves_the_tree_is_told_where(number: int, ctl: Ctl, ask: Ask) -> None:
     other = [*SHARED, LONG[2 * BLOCK], 1, 2, 3]
     said = ctl("explain", number, listed(other))

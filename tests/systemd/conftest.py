@@ -19,6 +19,21 @@ CANNOT_RUN_HERE = 77
 
 UNITS = "/etc/systemd/system"
 DROP_IN = f"{UNITS}/kvd.service.d/test.conf"
+SOURCE = Path("/opt/kvd/source")
+
+
+def places() -> dict[Path, Path]:
+    """Where we import from, and where a box has that: the checkout as a whole, for its links."""
+    found = [Path(place).resolve() for place in sys.path if Path(place).is_dir()]
+    ours = [place for place in found if not place.is_relative_to(sys.base_prefix)]
+    return {
+        place: SOURCE / place.relative_to(ROOT)
+        if place.is_relative_to(ROOT)
+        else Path(f"/opt/kvd/lib/{number}")
+        for number, place in enumerate(ours)
+    }
+
+
 # An environment as an operator would make it, out of what these tests run in.
 BINARIES = "/opt/kvd/venv/bin"
 PYTHON = f"{BINARIES}/python"
@@ -28,7 +43,9 @@ echo /opt/kvd/python/lib > /etc/ld.so.conf.d/kvd.conf
 ldconfig
 cd /opt/kvd
 python/bin/python3.{sys.version_info.minor} -m venv --without-pip venv
-printf '%s\\n' /opt/kvd/lib/* > venv/lib/python3.{sys.version_info.minor}/site-packages/kvd.pth
+cd venv/lib/*/site-packages
+printf '%s\\n' {" ".join(map(str, places().values()))} > kvd.pth
+cd /opt/kvd
 for package in kvd kvd_ctl; do
     script=venv/bin/${{package/_/-}}
     printf '#!{PYTHON}\\nfrom %s.__main__ import main\\nmain()\\n' $package > $script
@@ -49,11 +66,11 @@ class Box:
     """A machine of its own, with systemd; what is run there is run by root."""
 
     def __init__(self) -> None:
-        places = [Path(place) for place in sys.path if Path(place).is_dir()]
-        ours = [place for place in places if not place.is_relative_to(sys.base_prefix)]
-        binds = [f"{sys.base_prefix}:/opt/kvd/python"]
-        binds += [f"{place.resolve()}:/opt/kvd/lib/{number}" for number, place in enumerate(ours)]
-        options = [option for bind in binds for option in ("--bind", bind)]
+        outside = {p: seen for p, seen in places().items() if not p.is_relative_to(ROOT)}
+        binds = {sys.base_prefix: "/opt/kvd/python", ROOT: SOURCE} | outside
+        options = [
+            option for place, seen in binds.items() for option in ("--bind", f"{place}:{seen}")
+        ]
         self._process = subprocess.Popen(
             ["bash", BOX, *options, ROOT, "--", sys.executable, "-m", "tests.systemd.agent"],
             stdin=subprocess.PIPE,
