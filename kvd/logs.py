@@ -48,9 +48,9 @@ class JsonFormatter(logging.Formatter):
 class StormFilter(logging.Filter):
     """Of warnings and errors that tell the same, lets one through in STORM_SECONDS.
 
-    The same are those of one logger whose pairs are the same, or of one wording without any. The
-    next one that goes through has the number of those that did not, as `suppressed`; where none
-    comes, a line of its own has it, as soon as anything is logged.
+    The same are those of one logger and level whose pairs are the same, or of one wording without
+    any. The next one that goes through has the number of those that did not, as `suppressed`; where
+    none comes, a line of its own has it, as soon as anything is logged.
     """
 
     def __init__(self) -> None:

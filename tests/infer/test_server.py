@@ -360,9 +360,11 @@ def serving(opened: commands.Opened) -> Iterator[int]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # soon full
         thread = Thread(target=server.run, args=([listener],))
         thread.start()
-        yield listener.getsockname()[1]
-        server.handle_exit(SIGTERM, None)
-        thread.join()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.handle_exit(SIGTERM, None)
+            thread.join()
 
 
 def test_what_takes_long_to_read_keeps_nobody_waiting(
