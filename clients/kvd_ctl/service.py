@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.loading import find
 from kvd_client import KvdError, to_json
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 SYSTEM = Path("/")
+CONFIGURATION = Path("etc/kvd/kvd.toml")
 UNITS = Path("etc/systemd/system")
 # Asked to stop together, or a client would start the service again through its socket.
 RUNNING = ("kvd.socket", "kvd.service", "run-kvd-pages.mount")
@@ -152,6 +154,7 @@ def _check_system() -> None:
 
 def _files() -> Iterator[tuple[Path, bytes]]:
     """Where each file belongs, below the root, and what stands in it."""
+    yield CONFIGURATION, find("server").read_bytes()
     bin_directory = str(Path(sys.executable).parent).encode()
     for name, content in _tree(importlib.resources.files("kvd_ctl") / "data", Path()):
         yield name, content.replace(b"@BIN@", bin_directory)
