@@ -67,6 +67,8 @@ def _process(client: Client) -> Iterator[int]:
 
     Raises BadRequest where who listens is not the daemon itself, or cannot be seen from here.
     """
+    if not client.endpoint.startswith("ipc://"):
+        raise BadRequest("over TCP kvd drains, and does not stop: stop it on its machine")
     pid = client.status().pid
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(client.timeout)

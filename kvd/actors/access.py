@@ -28,7 +28,8 @@ class Access:
         """Raises Forbidden for a verb that is not for them."""
         if type(request) not in self.verbs:
             who = f"client {self.client.name}" if self.client else "whoever comes here"
-            raise Forbidden(f"{request.verb} is not for {who}")
+            where = "operators ask at operator.endpoint, or with a key of theirs"
+            raise Forbidden(f"{request.verb} is not for {who}: {where}")
 
     def may_open(self, model: str, salt: str) -> bool:
         """Whether the namespaces of a model and a salt are theirs."""

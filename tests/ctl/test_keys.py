@@ -11,6 +11,7 @@ import pytest
 
 from kvd.config import parse
 from kvd.testing.daemons import RunningDaemon, running_daemon
+from kvd_client import Client
 from tests.ctl.conftest import run, run_here
 from tests.e2e.support import free_port
 
@@ -79,6 +80,16 @@ def test_a_command_goes_by_tcp(daemon: RunningDaemon, directory: Path, document:
     files = ("--key", directory / "engine.key_secret", "--server-key", directory / "server.key")
     done = run(*files, "ping", "--endpoint", endpoint, "--timeout", 30)
     assert f"(pid {daemon.pid}) answers on {endpoint}" in done.stdout
+
+
+def test_by_tcp_nobody_stops_kvd(daemon: RunningDaemon, directory: Path, document: str) -> None:
+    endpoint = tomllib.loads(document)["tcp"]["endpoint"]
+    files = ("--key", directory / "engine.key_secret", "--server-key", directory / "server.key")
+    done = run(*files, "drain", "--stop", "--endpoint", endpoint, "--timeout", 30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "stop it on its machine" in done.stderr
+    with Client(daemon.endpoint) as client:
+        assert not client.status().is_draining
 
 
 def test_by_tcp_without_a_key_is_one_line() -> None:

@@ -135,7 +135,9 @@ def engine(daemon: RunningDaemon) -> Iterator[Client]:
 
 def test_what_is_for_operators_is_refused_elsewhere(engine: Client, operator: Client) -> None:
     for ask in (engine.status, engine.leases, engine.checkpoint, engine.verify):
-        with pytest.raises(Forbidden, match="is not for whoever comes here"):
+        with pytest.raises(
+            Forbidden, match=r"is not for whoever comes here: operators ask at operator\.endpoint"
+        ):
             ask()
     assert operator.status().counters["errors_forbidden"] == 4
 
