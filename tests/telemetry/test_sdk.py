@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def complaint(missing: str, tmp_path: Path, text: str) -> str:
     config.write_text(f'endpoint = "ipc://{tmp_path}/kvd.sock"\n{text}\n')
     command = [sys.executable, "-c", WITHOUT, missing, "--config", config]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == os.EX_CONFIG
     (line,) = done.stderr.splitlines()
     return line
 
