@@ -23,8 +23,12 @@ SOURCE = Path("/opt/kvd/source")
 
 
 def places() -> dict[Path, Path]:
-    """Where we import from, and where a box has that: the checkout as a whole, for its links."""
-    found = [Path(place).resolve() for place in sys.path if Path(place).is_dir()]
+    """Where we import from, and where a box has that: the checkout as a whole, for its links.
+
+    An editable install may find our packages by a hook instead of by the path.
+    """
+    packages = [ROOT, ROOT / "plugins", ROOT / "clients"]
+    found = packages + [Path(place).resolve() for place in sys.path if Path(place).is_dir()]
     ours = [place for place in found if not place.is_relative_to(sys.base_prefix)]
     return {
         place: SOURCE / place.relative_to(ROOT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ with Client(timeout=30.0) as client:
         print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
 """
 ALL = "16 True"
+CONFIGURATION = "/etc/kvd/kvd.toml"
 IN_MEMORY = "4 blocks in host"
 # Connects again and again until it is told to stop; each time it must be served.
 CONNECT = """
@@ -109,6 +111,20 @@ def test_a_stop_and_a_start_keep_what_is_cached(service: Box) -> None:
     service.run("systemctl", "start", "kvd.service")
     assert service.show("StatusText").startswith(IN_MEMORY)
     assert service.engine(MATCH) == ALL
+
+
+def test_a_reload_is_done_when_it_returns_and_keeps_what_is_cached(service: Box) -> None:
+    service.engine(STORE)
+    pid, text = service.show("MainPID"), service.run("cat", CONFIGURATION)
+    service.write(CONFIGURATION, f"{text}\n[limits]\npins = 7\n")
+    service.run("systemctl", "reload", "kvd.service")
+    values = json.loads(service.ctl("config", "--json"))
+    service.write(CONFIGURATION, f"{text}\nnonsense = 1\n")
+    assert service.try_("systemctl", "reload", "kvd.service").returncode != 0
+    service.write(CONFIGURATION, text)
+    service.run("systemctl", "reload", "kvd.service")
+    assert [each["value"] for each in values if each["key"] == "limits.pins"] == [7]
+    assert (service.show("MainPID"), service.engine(MATCH)) == (pid, ALL)
 
 
 def test_it_is_started_again_after_a_kill_and_has_what_was_cached(service: Box) -> None:
