@@ -127,6 +127,8 @@ def main() -> None:
     flush = sdk.start("kvd-infer")
     try:
         app()
+    except OSError as error:  # as of a full disk, where the output goes
+        sys.exit(f"kvd-infer: {error}")
     finally:
         flush(math.inf)
 

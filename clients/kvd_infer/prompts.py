@@ -54,7 +54,7 @@ class Prompts:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}"
             ) from error

@@ -162,3 +162,12 @@ def test_help_is_there_without_torch(command: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Example: kvd-infer" in done.stdout
+
+
+def test_text_that_finds_no_room_is_one_line(tiny_dir: Path) -> None:
+    command = [*COMMAND, "generate", "--model", str(tiny_dir), PROMPT, "--no-kvd"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("kvd-infer: [Errno 28]")
+    assert "Traceback" not in done.stderr

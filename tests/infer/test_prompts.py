@@ -56,10 +56,18 @@ def test_a_chat_needs_a_template() -> None:
         Prompts(tokenizer).of_chat(CHAT, MOST)
 
 
-def test_a_template_may_refuse_a_chat() -> None:
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{{ raise_exception('a user must begin') }}", "a user must begin"),
+        ("{{ messages + 1 }}", "can only concatenate list"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_template_may_refuse_a_chat(template: str, complaint: str) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('a user must begin') }}"
-    with pytest.raises(BadRequest, match="a user must begin"):
+    tokenizer.chat_template = template
+    with pytest.raises(BadRequest, match=complaint):
         Prompts(tokenizer).of_chat(CHAT, MOST)
 
 
