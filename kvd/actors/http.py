@@ -36,7 +36,7 @@ MAX_REQUEST_BYTES = 8 << 10
 MAX_CONNECTIONS = 16
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     status: HTTPStatus
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -90,7 +90,7 @@ class Http:
                     await _drained(stream)
             self._open.pop(stream, None)
 
-    async def _answer(self, stream: SocketStream) -> Answer:
+    async def _answer(self, stream: SocketStream) -> Response:
         buffered = BufferedByteReceiveStream(stream)
         try:
             head = await buffered.receive_until(b"\r\n\r\n", MAX_REQUEST_BYTES)
@@ -108,10 +108,10 @@ class Http:
             logger.exception("reason=internal %s failed", path)
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    async def _health(self) -> Answer:
+    async def _health(self) -> Response:
         return _plain(HTTPStatus.OK)
 
-    async def _ready(self) -> Answer:
+    async def _ready(self) -> Response:
         """What is degraded is told, but such a daemon serves."""
         router, tiers = self._router, self._manager.tier_status()
         body = {
@@ -119,15 +119,15 @@ class Http:
             "degraded": {tier.name: tier.trouble for tier in tiers if tier.trouble},
         }
         status = HTTPStatus.OK if router.is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return Answer(status, json.dumps(body).encode() + b"\n", "application/json")
+        return Response(status, json.dumps(body).encode() + b"\n", "application/json")
 
-    async def _metrics(self) -> Answer:
+    async def _metrics(self) -> Response:
         self._read()
         client = self._prometheus
         text = await to_thread.run_sync(
             client.generate_latest, client.REGISTRY, limiter=self._formatting
         )
-        return Answer(HTTPStatus.OK, text, client.CONTENT_TYPE_LATEST)
+        return Response(HTTPStatus.OK, text, client.CONTENT_TYPE_LATEST)
 
 
 async def _drained(stream: SocketStream) -> None:
@@ -137,11 +137,11 @@ async def _drained(stream: SocketStream) -> None:
             await stream.receive()
 
 
-def _plain(status: HTTPStatus) -> Answer:
-    return Answer(status, f"{status.phrase}\n".encode())
+def _plain(status: HTTPStatus) -> Response:
+    return Response(status, f"{status.phrase}\n".encode())
 
 
-def _message(answer: Answer) -> bytes:
+def _message(answer: Response) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
         f"Content-Type: {answer.kind}\r\n"

@@ -108,17 +108,20 @@ ATTACH_PAUSE_SECONDS = 0.001
 
 Phase: TypeAlias = Literal["starting", "ready", "draining", "stopping"]
 
-_WITHOUT_SESSION = (
-    AttachRequest,
-    StatusRequest,
-    LeasesRequest,
-    CheckpointRequest,
-    VerifyRequest,
-    ConfigRequest,
-    ReloadRequest,
-    TreeRequest,
-    ExplainRequest,
-    DrainRequest,
+# What needs no session; all else is served by Verbs.
+_WITHOUT_SESSION = frozenset(
+    (
+        AttachRequest,
+        StatusRequest,
+        LeasesRequest,
+        CheckpointRequest,
+        VerifyRequest,
+        ConfigRequest,
+        ReloadRequest,
+        TreeRequest,
+        ExplainRequest,
+        DrainRequest,
+    )
 )
 
 
@@ -294,7 +297,6 @@ class Router:
             return time.perf_counter()
         if door.is_remote and request.deadline_ns:  # by a clock of its own
             request = replace(request, deadline_ns=time.monotonic_ns() + request.deadline_ns)
-        self.counters["requests"] += 1
         span = request_span(type(request).__name__, request.trace)
         is_answered = True
         with within(span):
@@ -314,17 +316,33 @@ class Router:
         return done
 
     def _check(self, request: AnyRequest) -> None:
-        if request.epoch != self._epoch and not isinstance(request, _WITHOUT_SESSION):
+        if request.epoch != self._epoch and type(request) not in _WITHOUT_SESSION:
             raise StaleEpoch("the daemon was restarted: attach again")
         if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
             raise DeadlineExceeded("the deadline had passed when the request was read")
 
     def _serve(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> bool:
-        """Answer what needs no session; the verbs of a session are served by Verbs.
+        """Answer a request.
 
         False where the answer comes later; with it ends the span, which is kept beside the request.
         """
         self._doors.access(identity).check(request)
+        if type(request) in _WITHOUT_SESSION:
+            return self._serve_anybody(identity, request, frames)
+        session = self._sessions.get(identity)
+        if isinstance(request, DetachRequest):
+            self._end(session)
+            self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
+            return True
+        answer = self._verbs.serve(session, request, frames)
+        if not isinstance(answer, Answer):
+            self._wait(session, request, answer)
+            return False
+        self._answer(identity, request, answer)
+        return True
+
+    def _serve_anybody(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> bool:
+        """Answer what needs no session, as `_serve` does."""
         match request:
             case AttachRequest():
                 self._line_up(identity, request)
@@ -353,16 +371,8 @@ class Router:
             case ReloadRequest():
                 self._begin(identity, request, self._reload(request))
                 return False
-            case DetachRequest():
-                self._end(self._sessions.get(identity))
-                self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
             case _:
-                session = self._sessions.get(identity)
-                answer = self._verbs.serve(session, request, frames)
-                if not isinstance(answer, Answer):
-                    self._wait(session, request, answer)
-                    return False
-                self._answer(identity, request, answer)
+                raise AssertionError(f"{request.verb} needs a session")
         return True
 
     def _wait(self, session: Session, request: AnyRequest, later: Later) -> None:
@@ -594,7 +604,9 @@ class Router:
             tiers=self._manager.tier_status(),
             namespaces=namespace_status(self._manager.state),
             sessions=session_status(self._sessions, self._manager.state),
-            counters=dict(self.counters) | dict(self._manager.state.counters),
+            counters={"requests": self.timings.counts.total()}
+            | dict(self.counters)
+            | dict(self._manager.state.counters),
             is_draining=self.is_draining,
             clients=client_status(self._config.clients, self._sessions),
             events=self._publisher.status() if self._publisher else None,

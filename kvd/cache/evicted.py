@@ -9,7 +9,7 @@ import numpy as np
 from kvd.protocol.keys import KEY_BYTES, BlockKey, chain
 
 # 2 MiB.
-NUM_SLOTS = 1 << 18
+NUM_PLACES = 1 << 18
 # So many blocks behind a match are looked at: each costs a SHA-256, a microsecond or so.
 MAX_LOOKED_AT = 1024
 
@@ -17,22 +17,22 @@ MAX_LOOKED_AT = 1024
 class Evicted:
     """The last blocks that no tier has any more, by the beginnings of their keys.
 
-    Each has one slot, where another takes its place: so it forgets, and what it counts is an
+    Each has one place, where another comes in its stead: so it forgets, and what it counts is an
     estimate from below.
     """
 
     def __init__(self) -> None:
-        self._slots = np.zeros(NUM_SLOTS, np.uint64)
+        self._places = np.zeros(NUM_PLACES, np.uint64)
         self._is_empty = True
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         words = np.frombuffer(b"".join(keys), np.uint64)[:: KEY_BYTES // 8]
-        self._slots[words % NUM_SLOTS] = words
+        self._places[words % NUM_PLACES] = words
         self._is_empty = self._is_empty and not keys
 
     def __contains__(self, key: BlockKey) -> bool:
         word = int.from_bytes(key[:8], "little")
-        return int(self._slots[word % NUM_SLOTS]) == word
+        return int(self._places[word % NUM_PLACES]) == word
 
     def num_following(self, parent: bytes, rows: bytes, first: int, block_bytes: int) -> int:
         """How many blocks of `rows` from byte `first` on, which follow `parent`, were evicted."""

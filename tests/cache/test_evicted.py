@@ -32,7 +32,7 @@ def test_what_was_evicted_is_known_in_its_order_from_its_beginning_on() -> None:
 
 
 def test_of_two_with_one_slot_the_later_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evicted, "NUM_SLOTS", 1)
+    monkeypatch.setattr(evicted, "NUM_PLACES", 1)
     known = Evicted()
     first, second = keys_of("ab")
     known.add([first])
