@@ -55,7 +55,11 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.check:
-        return check(lambda: _load(args), as_json=args.json)
+        try:
+            return check(lambda: _load(args), _say, as_json=args.json)
+        except OSError as error:  # a disk that is full, or nobody who reads
+            print(f"kvd: {error}", file=sys.stderr)
+            return 1
     try:
         loaded = _load(args)
         _set_up_logging(loaded.config.log)
@@ -131,7 +135,8 @@ async def _run_daemon(daemon: Daemon, ready: anyio.Event, told: anyio.Event) -> 
             f"{daemon.directory if tier.kind == 'memory' else daemon.data_directory}"
             for tier in daemon.tier_status()
         )
-        _say(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}")
+        with contextlib.suppress(OSError):  # nobody who reads, or a disk that is full
+            _say(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}")
         systemd.notify(READY=1, STATUS=daemon.summary())
         reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
         ready.set()
@@ -167,9 +172,8 @@ def _open_standard_descriptors() -> None:
 
 
 def _say(line: str) -> None:
-    """To whoever reads stdout: nobody, perhaps, or a disk that is full."""
-    with contextlib.suppress(OSError):
-        os.write(STDOUT, f"{line}\n".encode())
+    """To whoever reads stdout, at once. Raises OSError."""
+    os.write(STDOUT, f"{line}\n".encode())
 
 
 def _raise_descriptor_limit() -> None:

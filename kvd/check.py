@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from kvd.loading import Loaded
 
 
-def check(load: Callable[[], Loaded], *, as_json: bool) -> int:
-    """Print whether what is loaded is good, and what would come of it; the exit status."""
+def check(load: Callable[[], Loaded], say: Callable[[str], None], *, as_json: bool) -> int:
+    """Say whether what is loaded is good, and what would come of it; the exit status."""
     try:
         found = _description(Daemon(load()))
     except KvdError as error:
         if as_json:
-            print(to_json({"error": error.message}))
+            say(to_json({"error": error.message}))
         else:
             print(f"kvd: {error}", file=sys.stderr)
         return os.EX_CONFIG
-    print(to_json(found) if as_json else _text(found))
+    say(to_json(found) if as_json else _text(found))
     return 0
 
 

@@ -119,6 +119,14 @@ def test_a_check_finds_what_a_start_would_refuse(path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)) == (os.EX_CONFIG, {"error": message})
 
 
+def test_a_check_that_nobody_can_read_is_one_line(path: Path) -> None:
+    command = [sys.executable, "-m", "kvd", "--check", "--config", str(path)]
+    path.touch()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "kvd: [Errno 28] No space left on device\n")
+
+
 def test_a_profile_is_checked_by_its_name() -> None:
     done = run("--config", "server", "--check")
     assert "endpoint: ipc:///run/kvd.sock" in done.stdout
