@@ -125,8 +125,7 @@ class Metrics:
         yield Value(telemetry.SEQUENCES, len(self._sequences), {})
 
     def _queues(self) -> Iterator[Value]:
-        waiting = sum(session.num_waiting for session in self._sessions)
-        yield Value(telemetry.QUEUE, waiting, {"queue": "requests"})
+        yield Value(telemetry.QUEUE, self._router.num_waiting, {"queue": "requests"})
         yield Value(telemetry.QUEUE, self._router.num_attaching, {"queue": "attach"})
         yield Value(telemetry.QUEUE, self._mover.num_works, {"queue": "moves"})
         for store in self._stores:

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from kvd.config import Config, flat
-from kvd.protocol.errors import KvdError, LimitExceeded, Unsupported
+from kvd.protocol.errors import KvdError, Unsupported
 from kvd.protocol.messages import ConfigChange, ConfigValue
 
 if TYPE_CHECKING:
@@ -79,12 +79,8 @@ class Reloader:
     async def reload(self) -> Reloaded:
         """Load the configuration anew and go by it. Where it is refused, nothing changes.
 
-        Raises ConfigError, Unsupported where there is nothing to load it from, LimitExceeded where
-        too many wait for one already.
+        Raises ConfigError, and Unsupported where there is nothing to load it from.
         """
-        most = self.config.limits.session_waiting
-        if self._reloading.statistics().tasks_waiting >= most:
-            raise LimitExceeded(f"{most} reloads are waited for already")
         async with self._reloading:
             try:
                 loaded = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,21 +21,13 @@ import zmq
 from msgspec.structs import replace
 from opentelemetry.trace import get_current_span, use_span
 
-import kvd
 from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
-from kvd.actors.inspection import explained, listed
+from kvd.actors.operators import WITHOUT_SESSION, Operators
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.signal import Signal
-from kvd.actors.status import (
-    client_status,
-    lease_status,
-    namespace_status,
-    pin_status,
-    session_status,
-)
 from kvd.actors.traces import tell_answer
 from kvd.actors.transfers import Transfers
-from kvd.actors.verbs import Answer, Later, Verbs, tokens_in
+from kvd.actors.verbs import Answer, Later, Verbs
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode_request, encode, request_id
 from kvd.protocol.errors import (
     DaemonUnavailable,
@@ -53,27 +45,12 @@ from kvd.protocol.messages import (
     AnyRequest,
     AttachReply,
     AttachRequest,
-    CheckpointReply,
-    CheckpointRequest,
-    ConfigReply,
-    ConfigRequest,
     DetachRequest,
     DoneReply,
-    DrainRequest,
     ErrorReply,
-    ExplainRequest,
     ForkRequest,
-    LeasesReply,
-    LeasesRequest,
     MatchReply,
     MatchRequest,
-    ReloadReply,
-    ReloadRequest,
-    StatusReply,
-    StatusRequest,
-    TreeRequest,
-    VerifyReply,
-    VerifyRequest,
 )
 from kvd.telemetry import (
     Timings,
@@ -107,30 +84,15 @@ DRAIN_SECONDS = 0.002
 ATTACH_PAUSE_SECONDS = 0.001
 
 Phase: TypeAlias = Literal["starting", "ready", "draining", "stopping"]
-
-# What needs no session; all else is served by Verbs.
-_WITHOUT_SESSION = frozenset(
-    (
-        AttachRequest,
-        StatusRequest,
-        LeasesRequest,
-        CheckpointRequest,
-        VerifyRequest,
-        ConfigRequest,
-        ReloadRequest,
-        TreeRequest,
-        ExplainRequest,
-        DrainRequest,
-    )
-)
+# What a client may ask that knows no epoch yet.
+_WITHOUT_EPOCH = WITHOUT_SESSION | {AttachRequest}
 
 
 class Router:
     """All endpoints. Sessions are known by their connection, which a client cannot forge.
 
     Everything here runs on one event loop, and nothing between two awaits is interrupted: the
-    session table and the manager's state need no lock. While it `is_draining`, who has no session
-    gets none.
+    session table and the manager's state need no lock.
     """
 
     def __init__(
@@ -150,30 +112,35 @@ class Router:
         """`listeners` are sockets, by their endpoints, that somebody else made, and keeps."""
         self._config = config
         self._manager = manager
-        self._mover = mover
-        self._scrubber = scrubber
         self._sessions = sessions
         self.counters: Counter[str] = Counter()
         self._doors = Doors(config, self.counters, listeners)
         self.timings = Timings(request_duration)
-        self.phase: Phase = "starting"
+        self._phase: Phase = "starting"
         self._verbs = Verbs(
             config.limits, manager, mover, sequences, sessions, epoch, self.counters
         )
-        self._reloader = reloader
+        self._operators = Operators(
+            config,
+            manager,
+            mover,
+            scrubber,
+            sessions,
+            reloader,
+            publisher,
+            epoch,
+            self.counters,
+            self.timings,
+        )
         self._transfers = Transfers(manager)
         self._epoch = epoch
         self._header = header
-        self._publisher = publisher
-        self._started = time.monotonic()
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
-        self._later: list[tuple[bytes, AnyRequest, Later, Session | None, Span]] = []
+        self._later: list[tuple[bytes, AnyRequest, Later, Session | Operators, Span]] = []
         self._stirred = anyio.Event()
         self._attaching: deque[tuple[bytes, AttachRequest, Span]] = deque()
         self._knocked = anyio.Event()
         self._configured = Signal()
-        self._checkpointing: list[tuple[bytes, CheckpointRequest, Span]] = []
-        self._wanted = anyio.Event()
         self._drained = Signal()
         self._is_closing = False
 
@@ -191,8 +158,7 @@ class Router:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._sweep)
                     tasks.start_soon(self._attach_in_turn)
-                    tasks.start_soon(self._checkpoint)
-                    self.phase = "ready"
+                    self._phase = "ready"
                     task_status.started()
                     await self._start_later(tasks)
                     tasks.cancel_scope.cancel()
@@ -210,21 +176,28 @@ class Router:
 
     def configure(self, config: Config) -> None:
         """Go by another configuration; whose key opens something else now has to attach anew."""
-        self._config, self._verbs.limits = config, config.limits
-        self._doors.configure(config)
+        self._config = config
+        for part in (self._doors, self._verbs, self._operators):
+            part.configure(config)
         for session in list(self._sessions):
             if session.access != self._doors.access(session.identity):
                 self._end(session)
         self._configured.set()
 
     @property
-    def is_draining(self) -> bool:
-        return self.phase == "draining"
+    def phase(self) -> Phase:
+        is_draining = self._phase == "ready" and self._sessions.is_draining
+        return "draining" if is_draining else self._phase
 
     @property
     def is_ready(self) -> bool:
         """Whether who comes is served."""
         return self.phase == "ready" and not self._manager.trouble
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for what they asked."""
+        return self._operators.num_waiting + sum(each.num_waiting for each in self._sessions)
 
     @property
     def num_attaching(self) -> int:
@@ -233,7 +206,7 @@ class Router:
 
     def close(self) -> None:
         """Take no more requests."""
-        self.phase = "stopping"
+        self._phase = "stopping"
         self._is_closing = True
         self._stirred.set()
 
@@ -250,10 +223,10 @@ class Router:
         identity: bytes,
         request: AnyRequest,
         later: Later,
-        session: Session | None,
+        asker: Session | Operators,
         span: Span,
     ) -> None:
-        """Answer a request that had to wait, of a session or of an operator without one."""
+        """Answer a request that had to wait."""
         with use_span(span, end_on_exit=True):
             try:
                 with timed(request_wait, {"verb": request.verb}):
@@ -265,8 +238,7 @@ class Router:
             else:
                 self._answer(identity, request, answer)
             finally:
-                if session is not None:
-                    session.num_waiting -= 1
+                asker.num_waiting -= 1
         # Sending can swallow the news of requests: look for them.
         self._look_again()
 
@@ -316,7 +288,7 @@ class Router:
         return done
 
     def _check(self, request: AnyRequest) -> None:
-        if request.epoch != self._epoch and type(request) not in _WITHOUT_SESSION:
+        if request.epoch != self._epoch and type(request) not in _WITHOUT_EPOCH:
             raise StaleEpoch("the daemon was restarted: attach again")
         if request.deadline_ns and time.monotonic_ns() > request.deadline_ns:
             raise DeadlineExceeded("the deadline had passed when the request was read")
@@ -327,67 +299,34 @@ class Router:
         False where the answer comes later; with it ends the span, which is kept beside the request.
         """
         self._doors.access(identity).check(request)
-        if type(request) in _WITHOUT_SESSION:
-            return self._serve_anybody(identity, request, frames)
-        session = self._sessions.get(identity)
-        if isinstance(request, DetachRequest):
-            self._end(session)
-            self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
-            return True
-        answer = self._verbs.serve(session, request, frames)
+        if isinstance(request, AttachRequest):
+            self._line_up(identity, request)
+            return False
+        asker: Session | Operators
+        answer: Answer | Later
+        if type(request) in WITHOUT_SESSION:
+            asker, answer = self._operators, self._operators.serve(request, frames)
+        else:
+            asker = session = self._sessions.get(identity)
+            answer = self._verbs.serve(session, request, frames)
+            if isinstance(request, DetachRequest):
+                self._end(session)
         if not isinstance(answer, Answer):
-            self._wait(session, request, answer)
+            self._wait(identity, request, answer, asker)
             return False
         self._answer(identity, request, answer)
         return True
 
-    def _serve_anybody(self, identity: bytes, request: AnyRequest, frames: Sequence[bytes]) -> bool:
-        """Answer what needs no session, as `_serve` does."""
-        match request:
-            case AttachRequest():
-                self._line_up(identity, request)
-                return False
-            case StatusRequest():
-                self._send(identity, self._status(request))
-            case LeasesRequest():
-                self._send(identity, self._leases(request))
-            case VerifyRequest():
-                self._send(identity, self._verify(request))
-            case TreeRequest():
-                tokens = tokens_in(frames, request.num_tokens)
-                self._send(identity, listed(self._manager, request, tokens, self._epoch))
-            case ExplainRequest():
-                tokens = tokens_in(frames, request.num_tokens)
-                self._send(identity, explained(self._manager, request, tokens, self._epoch))
-            case DrainRequest():
-                self._set_draining(request)
-                self._answer(identity, request, Answer(DoneReply(id=request.id, epoch=self._epoch)))
-            case CheckpointRequest():
-                self._want_checkpoint(identity, request)
-                return False
-            case ConfigRequest():
-                values = self._reloader.listed()
-                self._send(identity, ConfigReply(id=request.id, epoch=self._epoch, values=values))
-            case ReloadRequest():
-                self._begin(identity, request, self._reload(request))
-                return False
-            case _:
-                raise AssertionError(f"{request.verb} needs a session")
-        return True
-
-    def _wait(self, session: Session, request: AnyRequest, later: Later) -> None:
-        """Have a request answered when it can be; of one session only so many wait."""
-        if session.num_waiting >= (most := self._config.limits.session_waiting):
-            later.close()
-            self._undo(session.identity, request)
-            raise LimitExceeded(f"{most} requests of this session wait already")
-        session.num_waiting += 1
-        self._begin(session.identity, request, later, session)
-
-    def _begin(
-        self, identity: bytes, request: AnyRequest, later: Later, session: Session | None = None
+    def _wait(
+        self, identity: bytes, request: AnyRequest, later: Later, asker: Session | Operators
     ) -> None:
-        self._later.append((identity, request, later, session, get_current_span()))
+        """Have a request answered when it can be; of one session only so many wait."""
+        if asker.num_waiting >= (most := self._config.limits.session_waiting):
+            later.close()
+            self._undo(identity, request)
+            raise LimitExceeded(f"{most} requests wait already")
+        asker.num_waiting += 1
+        self._later.append((identity, request, later, asker, get_current_span()))
         self._stirred.set()
 
     # --- answers ---
@@ -489,7 +428,7 @@ class Router:
                 f"client {request.min_version} to {request.version}: upgrade the older one"
             )
         olds = (self._sessions.find(identity), self._sessions.known_as(request.previous))
-        if self.is_draining and not any(olds):
+        if self._sessions.is_draining and not any(olds):
             raise DaemonUnavailable("it is draining, and takes no new sessions")
         for old in olds:
             if old is not None:
@@ -543,92 +482,3 @@ class Router:
         if not is_there and not self._manager.trouble:
             self._manager.trouble = f"{self._header} was removed: nobody can attach, start kvd anew"
             logger.error("reason=header_removed %s", self._manager.trouble)
-
-    # --- what operators ask ---
-
-    def _want_checkpoint(self, identity: bytes, request: CheckpointRequest) -> None:
-        if len(self._checkpointing) >= (most := self._config.limits.session_waiting):
-            raise LimitExceeded(f"{most} checkpoints are waited for already")
-        self._checkpointing.append((identity, request, get_current_span()))
-        self._wanted.set()
-
-    async def _checkpoint(self) -> None:
-        """One after the other, each for all who asked before it began."""
-        while True:
-            await self._wanted.wait()
-            self._wanted = anyio.Event()
-            asked, self._checkpointing = self._checkpointing, []
-            try:
-                num_blocks = await self._mover.checkpoint([span for _, _, span in asked])
-            except KvdError as error:
-                for identity, request in _each_in_its_span(asked):
-                    self._refuse(identity, request.id, error)
-            except Exception:
-                for identity, request in _each_in_its_span(asked):
-                    self._fail(identity, request)
-            else:
-                for identity, request in _each_in_its_span(asked):
-                    reply = CheckpointReply(id=request.id, epoch=self._epoch, num_blocks=num_blocks)
-                    self._send(identity, reply)
-            self._look_again()
-
-    async def _reload(self, request: ReloadRequest) -> Answer:
-        done = await self._reloader.reload()
-        return Answer(
-            ReloadReply(
-                id=request.id,
-                epoch=self._epoch,
-                changed=done.changed,
-                needs_restart=done.needs_restart,
-            )
-        )
-
-    def _set_draining(self, request: DrainRequest) -> None:
-        self.phase = "ready" if request.undo else "draining"
-        logger.info("draining: no new sessions" if self.is_draining else "draining is over")
-
-    def _verify(self, request: VerifyRequest) -> VerifyReply:
-        last = self._scrubber.verify(start=request.start)
-        return VerifyReply(
-            id=request.id, epoch=self._epoch, tiers=tuple(last.tiers), is_done=last.is_done
-        )
-
-    def _status(self, request: StatusRequest) -> StatusReply:
-        return StatusReply(
-            id=request.id,
-            epoch=self._epoch,
-            version=kvd.__version__,
-            pid=os.getpid(),
-            endpoint=self._config.resolved_endpoint,
-            uptime_seconds=round(time.monotonic() - self._started, 3),
-            tiers=self._manager.tier_status(),
-            namespaces=namespace_status(self._manager.state),
-            sessions=session_status(self._sessions, self._manager.state),
-            counters={"requests": self.timings.counts.total()}
-            | dict(self.counters)
-            | dict(self._manager.state.counters),
-            is_draining=self.is_draining,
-            clients=client_status(self._config.clients, self._sessions),
-            events=self._publisher.status() if self._publisher else None,
-        )
-
-    def _leases(self, request: LeasesRequest) -> LeasesReply:
-        clients = {session.id: session.client for session in self._sessions}
-        state = self._manager.state
-        return LeasesReply(
-            id=request.id,
-            epoch=self._epoch,
-            leases=lease_status(state, request.limit, clients),
-            pins=pin_status(state, request.limit),
-            num_leases=len(state.leases),
-            num_pins=len(state.pins),
-        )
-
-
-def _each_in_its_span(
-    asked: Sequence[tuple[bytes, CheckpointRequest, Span]],
-) -> Iterator[tuple[bytes, CheckpointRequest]]:
-    """Each of them while its span is the current one, which ends then."""
-    for identity, request, span in asked:
-        with use_span(span, end_on_exit=True):
-            yield identity, request

@@ -74,6 +74,8 @@ class SessionTable:
         self._limits = limits
         self._by_identity: dict[bytes, Session] = {}
         self._ended: dict[int, Path] = {}
+        # While it is so, who has no session gets none.
+        self.is_draining = False
         # Of an earlier epoch, whose processes may live.
         self.earlier: set[int] = set()
 

@@ -37,6 +37,7 @@ from kvd.protocol.messages import (
     CloseRequest,
     CommitReply,
     CommitRequest,
+    DetachRequest,
     DiscardReply,
     DiscardRequest,
     DoneReply,
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
     from kvd.actors.sessions import Session, SessionTable
     from kvd.cache.leases import Lease
     from kvd.cache.memory import Namespace
-    from kvd.config import LimitConfig
+    from kvd.config import Config, LimitConfig
 
 R = TypeVar("R")
 
@@ -142,13 +143,17 @@ class Verbs:
         epoch: int,
         counters: Counter[str],
     ) -> None:
-        self.limits = limits
+        self._limits = limits
         self._manager = manager
         self._mover = mover
         self._sequences = sequences
         self._sessions = sessions
         self._epoch = epoch
         self._counters = counters
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration."""
+        self._limits = config.limits
 
     def serve(
         self, session: Session, request: AnyRequest, frames: Sequence[bytes]
@@ -193,7 +198,7 @@ class Verbs:
             case HeartbeatRequest():
                 # What it held before a reload it may hold on.
                 held = self._manager.state.leases.count(session.id)
-                if len(request.leases) > (most := max(self.limits.session_leases, held)):
+                if len(request.leases) > (most := max(self._limits.session_leases, held)):
                     raise LimitExceeded(
                         f"a session may hold {most} leases, and names {len(request.leases)}"
                     )
@@ -206,6 +211,8 @@ class Verbs:
                 self._manager.abort(session.id, request.leases)
             case CloseRequest():
                 self._manager.close_namespace(session.id, request.namespace)
+            case DetachRequest():
+                pass  # the router ends the session
             case _:
                 raise BadRequest(f"{type(request).__name__} is not served here")
         return self._done(request)
@@ -392,9 +399,9 @@ class Verbs:
 
     def _seconds_left(self, request: AnyRequest) -> float:
         if not request.deadline_ns:
-            return self.limits.wait_seconds
+            return self._limits.wait_seconds
         left = (request.deadline_ns - time.monotonic_ns()) / 1e9
-        return max(0.0, min(left, self.limits.wait_seconds))
+        return max(0.0, min(left, self._limits.wait_seconds))
 
     # --- copies for who cannot map ---
 
@@ -528,9 +535,9 @@ class Verbs:
         return failure(error)
 
     def _check_batch(self, items: Sequence[object]) -> None:
-        if len(items) > self.limits.batch_items:
+        if len(items) > self._limits.batch_items:
             raise LimitExceeded(
-                f"{len(items)} items in a request; at most {self.limits.batch_items}"
+                f"{len(items)} items in a request; at most {self._limits.batch_items}"
             )
 
     def _with_tokens(

@@ -14,7 +14,7 @@ import pytest
 from kvd.config import LimitConfig
 from kvd.protocol.codec import encode
 from kvd.protocol.keys import KEY_BYTES
-from kvd.protocol.messages import CheckpointRequest, ErrorReply
+from kvd.protocol.messages import CheckpointReply, CheckpointRequest, ErrorReply
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from kvd_client import DaemonUnavailable, DeadlineExceeded, TierFailed
@@ -206,13 +206,29 @@ def test_checkpoints_that_wait_are_bounded(
     eventually(lambda: disk_of(client).used_bytes)
     with closing(Wire(daemon.endpoint)) as wire:
         set_faults(data_of(daemon), Faults.STUCK)  # so that none is done
-        # The one under way may have taken up as many as wait.
-        for number in range(2 * LimitConfig().session_waiting + 1):
+        for number in range(LimitConfig().session_waiting + 1):
             wire.send(encode(CheckpointRequest(id=number + 1)))
         refusal = wire.receive()
         set_faults(data_of(daemon), Faults.NONE)
         assert isinstance(refusal, ErrorReply)
         assert refusal.code == "limit_exceeded"
+
+
+@pytest.mark.parametrize("below", [FAULTY])
+def test_who_asks_while_a_checkpoint_is_made_shares_the_next_one(
+    daemon: RunningDaemon, client: Client, namespace: Namespace
+) -> None:
+    store(namespace, TOKENS)
+    eventually(lambda: disk_of(client).used_bytes)
+    with closing(Wire(daemon.endpoint)) as wire:
+        set_faults(data_of(daemon), Faults.STUCK)
+        for number in range(5):
+            wire.send(encode(CheckpointRequest(id=number + 1)))
+        set_faults(data_of(daemon), Faults.NONE)
+        replies = [wire.receive() for _ in range(5)]
+    assert {reply.id for reply in replies} == {1, 2, 3, 4, 5}
+    assert all(isinstance(reply, CheckpointReply) for reply in replies)
+    assert client.status().counters["checkpoints_done"] <= 2
 
 
 @pytest.mark.parametrize("below", [FAULTY])

@@ -127,6 +127,7 @@ def test_errors_are_counted_by_code(told: Told) -> None:
 
 def test_checkpoints_are_counted_by_result(told: Told) -> None:
     assert named(told.series, "kvd_checkpoints_total", "result") == {"done": 1}
+    assert value(told.series, "kvd_request_wait_seconds_count", verb="checkpoint") == 1
 
 
 def test_nothing_waits_where_all_is_done(told: Told) -> None:
