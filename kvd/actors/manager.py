@@ -11,18 +11,19 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, assert_never
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
 
 import anyio
 import msgspec
 
 from kvd.actors.copies import pages_named
 from kvd.actors.origins import Origins
-from kvd.actors.sessions import session_name
+from kvd.actors.queue import CallQueue
+from kvd.actors.reserves import Reserves
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.actors.together import together
@@ -38,25 +39,17 @@ from kvd.cache.plan import (
     Ended,
     Forgotten,
     Freed,
-    Granted,
     Plan,
     Quarantined,
     Removed,
     Reserved,
-    Short,
     Unback,
     Unnamed,
     merged,
 )
 from kvd.cache.rows import row_bytes, rows_of
 from kvd.cache.state import CacheState
-from kvd.protocol.errors import (
-    KvdError,
-    LeaseEnded,
-    OutOfPages,
-    TierFailed,
-    UnknownNamespace,
-)
+from kvd.protocol.errors import TierFailed, UnknownNamespace
 from kvd.protocol.keys import Identity, NamespaceInfo, check_identity
 from kvd.protocol.layout import Layout, check_layout, check_rows
 from kvd.protocol.messages import (
@@ -72,8 +65,6 @@ from kvd.protocol.messages import (
     PinResult,
     PrefetchItem,
     Run,
-    Runs,
-    Shortage,
     TierStatus,
 )
 
@@ -96,28 +87,6 @@ logger = logging.getLogger(__name__)
 
 # After the file system refused memory it is asked again only so much later.
 BACKING_PAUSE_SECONDS = 5.0
-# So often a reserve may evict blocks of another layout, without yet making an extent whole.
-MAX_TRIES = 4
-# Of who holds most pages, a shortage names so many.
-NUM_HOLDERS = 5
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-_Job: TypeAlias = tuple[Callable[..., Coroutine[Any, Any, None]], tuple[Any, ...]]
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    """A reserve that could not be answered at once."""
-
-    lease: Lease
-    start: int
-    stop: int
-    ahead: int
-    done: anyio.Event = field(default_factory=anyio.Event)
-    runs: Runs = ()
-    error: KvdError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +137,9 @@ class Manager:
         self.trouble = ""
         self.origins = Origins()
         self._opening = anyio.Lock()
-        self._waiters: deque[_Waiter] = deque()
-        # Work for the tier's thread, one after the other: memory is taken before it is given.
-        self._jobs: deque[_Job] = deque()
-        self._new_job = anyio.Event()
+        self.reserves = Reserves(self.state, self._write, self._see_to_memory)
+        # Work for the tier's thread.
+        self.queue = CallQueue(tier.tier.name)
         self._untidy = anyio.Event()
         self._pinned = anyio.Event()
         self._paused = anyio.Event()
@@ -183,7 +151,7 @@ class Manager:
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Keep the tier in order: evict above the watermark, have some memory ready."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._work)
+            tasks.start_soon(self.queue.run)
             tasks.start_soon(self._resume_backing)
             tasks.start_soon(self._expire_pins)
             task_status.started()
@@ -193,6 +161,9 @@ class Manager:
                 self.carry_out(self.state.memory.trim())
                 self._write(self.state.memory.back_ahead())
             tasks.cancel_scope.cancel()
+
+    def _see_to_memory(self) -> None:
+        self._untidy.set()
 
     def close(self) -> None:
         """Begin nothing more; memory that was being given is given up."""
@@ -208,7 +179,7 @@ class Manager:
         quotas = {space: _quota(config, space.identity, space.salt) for space in spaces}
         self.carry_out(self.state.configure(config.cache, config.limits, quotas))
         self._config = config
-        self.serve_waiters()
+        self.reserves.serve()
         self._untidy.set()
         self.changed.set()
 
@@ -248,7 +219,7 @@ class Manager:
             self.carry_out(self.state.make_place(for_arena=arena is None))
         except BaseException:
             if arena is None:
-                self.do(self._tier.remove_arena, made)
+                self.queue.put(self._tier.remove_arena, made)
             raise
         return arena or self.add_arena(made)
 
@@ -394,51 +365,6 @@ class Manager:
 
     def lease(self, session: int, lease_id: int) -> Lease:
         return self.state.leases.get(session, lease_id)
-
-    def reserve_now(self, lease: Lease, start: int, stop: int, ahead: int) -> Runs | None:
-        """The pages, if they can be had without waiting and without overtaking who waits."""
-        have = len(lease.granted)  # what was granted before is granted again
-        if stop >= have and any(_holds_up(other, lease) for other in self._waiters):
-            if stop > have:
-                return None
-            ahead = 0
-        answer = self._reserve(lease, start, stop, ahead)
-        self._untidy.set()
-        return runs_of(answer.pages) if isinstance(answer, Granted) else None
-
-    def _reserve(self, lease: Lease, start: int, stop: int, ahead: int) -> Granted | Short:
-        """Ask the state for pages until it answers with some, or with what is to be waited for."""
-        for _ in range(MAX_TRIES):
-            answer = self.state.reserve(lease, start, stop, ahead)
-            self._write(answer.plan)
-            # What was evicted elsewhere, without memory on its way, may serve the next try.
-            is_done = any(isinstance(step, Back) for step in answer.plan) or not answer.plan
-            if isinstance(answer, Granted) or is_done:
-                break
-        return answer
-
-    async def reserve(
-        self, lease: Lease, start: int, stop: int, ahead: int, seconds: float
-    ) -> Runs:
-        """The pages, in the order of arrival; raises OutOfPages or LeaseEnded."""
-        waiter = _Waiter(lease, start, stop, ahead)
-        self._waiters.append(waiter)
-        self.serve_waiters()
-        self.state.counters["reserves_waited"] += not waiter.done.is_set()
-        try:
-            with anyio.move_on_after(seconds):
-                await waiter.done.wait()
-        finally:
-            if not waiter.done.is_set():
-                self._waiters.remove(waiter)
-                self.serve_waiters()
-        if waiter.error:
-            raise waiter.error
-        if not waiter.done.is_set():
-            wanted = stop - len(lease.granted)
-            self.state.counters["reserves_short"] += 1
-            raise self._out_of_pages(self.state.memory.shortage(lease.namespace, wanted))
-        return waiter.runs
 
     def unverified(
         self, session: int, item: CommitItem, tokens: Tokens
@@ -596,7 +522,7 @@ class Manager:
         """Write down what the state decided; then see who can go on with what became free."""
         self._write(plan)
         if plan:
-            self.serve_waiters()
+            self.reserves.serve()
 
     def _write(self, plan: Plan) -> None:
         for step in plan:
@@ -621,11 +547,11 @@ class Manager:
                     self._header.set_generation(step.slot, step.generation)
                 case Back():
                     for piece in backing_pieces(self.arenas[step.arena], step.run):
-                        self.do(self._back, self.state.memory.arenas[step.arena], piece)
+                        self.queue.put(self._back, self.state.memory.arenas[step.arena], piece)
                 case Unback():
                     arena = self.arenas[step.arena]
                     arena.table.unback(pages_of([step.run]))
-                    self.do(self._tier.unback, arena, step.run)
+                    self.queue.put(self._tier.unback, arena, step.run)
                 case Forgotten():
                     self._stores[step.tier - 1].forget(step.layout, step.keys)
                 case Unnamed():
@@ -636,12 +562,12 @@ class Manager:
                     assert_never(step)
 
     def _forget_namespace(self, arena: TierArena, number: int, key: bytes) -> None:
-        self.do(self._tier.forget_namespace, arena, number)
+        self.queue.put(self._tier.forget_namespace, arena, number)
         for actor in self._stores:
             actor.forget_namespaces(arena.layout, [key])
 
     def _remove_arena(self, arena: TierArena) -> None:
-        self.do(self._tier.remove_arena, arena)
+        self.queue.put(self._tier.remove_arena, arena)
         if not any(other.layout == arena.layout for other in self.arenas.values()):
             for actor in self._stores:
                 actor.remove_store(arena.layout)
@@ -662,90 +588,11 @@ class Manager:
         for space in spaces:
             actor.prepare(space.info)
 
-    def serve_waiters(self) -> None:
-        """Answer the waiting reserves in their order, the daemon's own last, as far as pages go.
-
-        Who cannot be served holds up those behind who want the same pages, and nobody else.
-        """
-        unserved: list[_Waiter] = []
-        for waiter in sorted(self._waiters, key=lambda one: one.lease.session == OWN_SESSION):
-            lease = waiter.lease
-            is_held_up = any(_holds_up(other, lease) for other in unserved)
-            if is_held_up and self.state.leases.has(lease):
-                continue
-            if not waiter.done.is_set() and not self._try_serve(waiter):
-                unserved.append(waiter)
-        self._waiters = deque(waiter for waiter in self._waiters if not waiter.done.is_set())
-
-    def _try_serve(self, waiter: _Waiter) -> bool:
-        lease = waiter.lease
-        try:
-            if not self.state.leases.has(lease):
-                raise LeaseEnded(f"lease {lease.id} ended while it waited for pages")
-            answer = self._reserve(lease, waiter.start, waiter.stop, waiter.ahead)
-            if isinstance(answer, Granted):
-                waiter.runs = runs_of(answer.pages)
-                self._untidy.set()
-            elif answer.hopeless:
-                raise self._out_of_pages(answer.shortage)
-            else:
-                return False
-        except KvdError as error:
-            self.state.counters["reserves_short"] += isinstance(error, OutOfPages)
-            waiter.error = error
-        waiter.done.set()
-        return True
-
-    def _out_of_pages(self, shortage: Shortage) -> OutOfPages:
-        held: Counter[int] = Counter()
-        for lease in self.state.leases:
-            held[lease.session] += lease.num_blocks + len(lease.reserved)
-        holders = {session_name(number): count for number, count in held.most_common(NUM_HOLDERS)}
-        return out_of_pages(msgspec.structs.replace(shortage, holders=holders))
-
     # --- memory ---
 
-    def do(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        self._jobs.append((function, args))
-        self._new_job.set()
-
-    async def in_order(self, function: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:
-        """Do something after all work on memory that was begun before; raises what it raises.
-
-        Memory of blocks that are there when it begins is not taken before it ends.
-        """
-        done, results, errors = anyio.Event(), list[T](), list[Exception]()
-
-        async def work() -> None:
-            try:
-                results.append(await function(*args))
-            except Exception as error:
-                errors.append(error)
-            finally:
-                done.set()
-
-        self.do(work)
-        await done.wait()
-        if errors:
-            raise errors[0]
-        return results[0]
-
     async def checksums(self, arena: TierArena, pages: Pages) -> NDArray[np.uint64]:
-        """The checksum of each page as it is now; within `in_order`, or of pages that are held."""
+        """The checksum of each page as it is now; within the queue, or of pages that are held."""
         return await self._tier.checksums(arena, pages)
-
-    async def _work(self) -> None:
-        while True:
-            await self._new_job.wait()
-            self._new_job = anyio.Event()
-            while self._jobs:
-                function, args = self._jobs.popleft()
-                try:
-                    await function(*args)
-                except TierFailed as error:
-                    logger.error("reason=tier_failed tier=%s %s", self._tier.tier.name, error)
-                except Exception:
-                    logger.exception("reason=internal work on memory failed")
 
     async def _back(self, arena: ArenaState, piece: Run) -> None:
         try:
@@ -756,7 +603,7 @@ class Manager:
             self._pause_backing(error)
         self.carry_out(self.state.memory.end_backing(arena, piece, backed=backed))
         if not backed:
-            self.serve_waiters()
+            self.reserves.serve()
 
     def _pause_backing(self, error: TierFailed) -> None:
         """The file system is full: go on with what there is, and ask again later."""
@@ -772,32 +619,8 @@ class Manager:
             await self._paused.wait()
             await anyio.sleep(BACKING_PAUSE_SECONDS)
             self.state.memory.may_back = True
-            self.serve_waiters()
+            self.reserves.serve()
             self._untidy.set()
-
-
-def out_of_pages(shortage: Shortage) -> OutOfPages:
-    quota = f", whose namespace may have {shortage.max_pages}" if shortage.max_pages else ""
-    return OutOfPages(
-        f"{shortage.num_wanted} pages wanted{quota}, {shortage.num_free} free; of "
-        f"{shortage.num_pages} {shortage.num_locked} are locked by leases and pins, "
-        f"{shortage.num_reserved} reserved, {shortage.num_quarantined} quarantined",
-        **msgspec.structs.asdict(shortage),
-    )
-
-
-def _holds_up(waiter: _Waiter, lease: Lease) -> bool:
-    """Whether a waiter wants the pages that the lease could have.
-
-    Who waits for its namespace's quota wants none but that namespace's; and the daemon, which
-    brings blocks up, lets everybody go first.
-    """
-    if waiter.lease.session == OWN_SESSION:
-        return False
-    space, mine = waiter.lease.namespace, lease.namespace
-    wanted = waiter.stop - len(waiter.lease.granted)
-    is_at_quota = space.quota.max_bytes and space.num_pages + wanted > space.max_pages
-    return mine is space or (mine.arena is space.arena and not is_at_quota)
 
 
 def _quota(config: Config, identity: Identity, salt: str) -> Quota:

@@ -177,7 +177,7 @@ class Mover:
                 actor.state.counters[f"demoted_{reason}"] += count
                 self._manager.carry_out(plan)
                 # What was on its way may be evicted now.
-                self._manager.serve_waiters()
+                self._manager.reserves.serve()
         for place in bad:
             self._remove_page(self._manager.arenas[write.arena.id], int(write.pages[place]))
         return not has_failed
@@ -358,7 +358,7 @@ class Mover:
                         work.is_good = await self._promote(space, tokens, work)
                 else:
                     size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
-                    await self._manager.in_order(self.verify, space.arena, lacking.pages[:size])
+                    await self._manager.queue.call(self.verify, space.arena, lacking.pages[:size])
                     work.is_good = True
             except KvdError as error:
                 telemetry.refused(error)
@@ -409,7 +409,7 @@ class Mover:
         while True:
             try:
                 return pages_of(
-                    await self._manager.reserve(lease, 0, num_pages, 0, PROMOTE_SECONDS)
+                    await self._manager.reserves.in_turn(lease, 0, num_pages, 0, PROMOTE_SECONDS)
                 )
             except OutOfPages:
                 if not lease.namespace.arena.pool.num_backing:
@@ -420,7 +420,7 @@ class Mover:
     async def _sum(self) -> None:
         """Sum blocks up soon after their commit, so that damage is seen from then on."""
         while self._manager.unsummed:
-            await self._manager.in_order(self._sum_some)
+            await self._manager.queue.call(self._sum_some)
         await self._manager.changed.wait()
 
     async def _sum_some(self) -> None:
@@ -446,7 +446,7 @@ class Mover:
     async def verify(self, arena: ArenaState, pages: Pages) -> tuple[int, int]:
         """Compare blocks in memory with their checksums; how many were looked at and how many bad.
 
-        To be called by `Manager.in_order`. Bad ones are removed, with all that follows them.
+        To be called by `Manager.queue`. Bad ones are removed, with all that follows them.
         """
         there = self._manager.arenas.get(arena.id)
         pages = pages[arena.pool.states[pages] == PageState.COMMITTED]

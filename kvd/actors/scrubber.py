@@ -153,7 +153,7 @@ class Scrubber:
         size = max(1, PIECE_BYTES // page_bytes)
         for at in range(0, len(pages), size):
             piece = pages[at : at + size]
-            num_checked, num_bad = await self._manager.in_order(self._mover.verify, arena, piece)
+            num_checked, num_bad = await self._manager.queue.call(self._mover.verify, arena, piece)
             round.count(MEMORY, num_checked, num_bad)
             await self._rest(round, num_checked * page_bytes)
 

@@ -296,7 +296,7 @@ class Verbs:
         if not item.reserve and not item.ahead:
             return result
         try:
-            runs = self._manager.reserve_now(lease, 0, item.reserve, item.ahead)
+            runs = self._manager.reserves.now(lease, 0, item.reserve, item.ahead)
         except OutOfPages as error:
             return replace(result, shortage=Shortage(**error.details))
         if runs is None:
@@ -306,7 +306,7 @@ class Verbs:
     def _reserve(self, session: Session, request: ReserveRequest) -> Answer | Later:
         def reserve(item: ReserveItem) -> ReserveResult | _Wait:
             lease = self._manager.lease(session.id, item.lease)
-            runs = self._manager.reserve_now(lease, item.start, item.stop, item.ahead)
+            runs = self._manager.reserves.now(lease, item.start, item.stop, item.ahead)
             if runs is None:
                 return _Wait(lease, item.start, item.stop, item.ahead)
             return ReserveResult(runs)
@@ -386,7 +386,7 @@ class Verbs:
         seconds = max(0.0, end - time.monotonic())
         try:
             with child_span(RESERVE):
-                runs = await self._manager.reserve(
+                runs = await self._manager.reserves.in_turn(
                     wait.lease, wait.start, wait.stop, wait.ahead, seconds
                 )
         except OutOfPages as error:

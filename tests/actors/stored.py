@@ -74,7 +74,7 @@ class Cache:
         num_blocks = len(tokens) // BLOCK
         with self.matching(tokens) as number:
             lease = self.manager.lease(1, number)
-            runs = await self.manager.reserve(lease, 0, num_blocks, 0, 30)
+            runs = await self.manager.reserves.in_turn(lease, 0, num_blocks, 0, 30)
             for page in pages_of(runs).tolist():
                 self.arena.memory.page_view(page)[...] = page
             item = CommitItem(number, 0, runs, len(tokens))

@@ -86,7 +86,7 @@ class Cache:
     async def hold(self, count: int, session: int = 1) -> Lease:
         """A lease with so many reserved pages."""
         lease = self.match(session, seed=self.last + 1000)
-        await self.manager.reserve(lease, 0, count, 0, 30)
+        await self.manager.reserves.in_turn(lease, 0, count, 0, 30)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -148,7 +148,7 @@ async def test_reserves_that_wait_are_served_in_their_order(shm: Path) -> None: 
 
     async def take(number: int, count: int) -> None:
         lease = cache.match(session=10 + number)
-        await cache.manager.reserve(lease, 0, count, 0, 30)
+        await cache.manager.reserves.in_turn(lease, 0, count, 0, 30)
         order.append(number)
         cache.release(lease)
 
@@ -167,30 +167,30 @@ async def test_reserves_that_wait_are_served_in_their_order(shm: Path) -> None: 
 async def test_nobody_overtakes_who_waits(shm: Path) -> None:  # noqa: F811
     async with running(shm / "kvd") as cache, create_task_group() as tasks:
         most = await cache.hold(120)
-        tasks.start_soon(cache.manager.reserve, cache.match(2), 0, 100, 0, 30)
+        tasks.start_soon(cache.manager.reserves.in_turn, cache.match(2), 0, 100, 0, 30)
         await anyio.wait_all_tasks_blocked()
-        assert cache.manager.reserve_now(cache.match(3), 0, 1, 0) is None
-        assert cache.manager.reserve_now(cache.match(3), 0, 0, 1) == ()
+        assert cache.manager.reserves.now(cache.match(3), 0, 1, 0) is None
+        assert cache.manager.reserves.now(cache.match(3), 0, 0, 1) == ()
         cache.release(most)
         await anyio.wait_all_tasks_blocked()
-        assert cache.manager.reserve_now(cache.match(3), 0, 1, 0) is not None
+        assert cache.manager.reserves.now(cache.match(3), 0, 1, 0) is not None
 
 
 async def test_who_waits_too_long_is_told_how_the_pages_stand(shm: Path) -> None:  # noqa: F811
     async with running(shm / "kvd") as cache:
         await cache.hold(120)
         with pytest.raises(OutOfPages, match=r"9 pages wanted, 8 free; of 128 .* 120 reserved"):
-            await cache.manager.reserve(cache.match(2), 0, 9, 0, 0.01)
-        assert cache.manager.reserve_now(cache.match(3), 0, 8, 0) is not None
+            await cache.manager.reserves.in_turn(cache.match(2), 0, 9, 0, 0.01)
+        assert cache.manager.reserves.now(cache.match(3), 0, 8, 0) is not None
 
 
 async def test_who_gives_up_lets_the_next_one_go_on(shm: Path) -> None:  # noqa: F811
     async with running(shm / "kvd") as cache, create_task_group() as tasks:
         await cache.hold(120)
         with anyio.CancelScope() as scope:
-            tasks.start_soon(cache.manager.reserve, cache.match(3), 0, 8, 0, 30)
+            tasks.start_soon(cache.manager.reserves.in_turn, cache.match(3), 0, 8, 0, 30)
             async with create_task_group() as first:
-                first.start_soon(cache.manager.reserve, cache.match(2), 0, 100, 0, 30)
+                first.start_soon(cache.manager.reserves.in_turn, cache.match(2), 0, 100, 0, 30)
                 await anyio.wait_all_tasks_blocked()
                 scope.cancel()
         await until(lambda: cache.counts().get("reserved") == 128)
@@ -210,7 +210,7 @@ async def test_a_waiter_whose_lease_ends_is_told_so_and_the_next_goes_on(
 
         async def wait(lease: Lease) -> None:
             try:
-                await cache.manager.reserve(lease, 0, 100, 0, 30)
+                await cache.manager.reserves.in_turn(lease, 0, 100, 0, 30)
                 answers[lease.id] = "granted"
             except LeaseEnded:
                 answers[lease.id] = "ended"
@@ -235,13 +235,13 @@ async def test_an_abort_meets_who_waits_on_its_lease_and_nobody_else(shm: Path) 
 
         async def wait() -> None:
             with pytest.raises(BadRequest, match="reserve from 8: the lease was granted 0 pages"):
-                await cache.manager.reserve(lease, 8, 64, 0, 30)
+                await cache.manager.reserves.in_turn(lease, 8, 64, 0, 30)
 
         tasks.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
         cache.manager.abort(2, [lease.id])
         cache.release(most)
-        assert cache.manager.reserve_now(cache.match(3), 0, 128, 0) is not None
+        assert cache.manager.reserves.now(cache.match(3), 0, 128, 0) is not None
 
 
 async def test_the_end_of_a_session_ends_what_it_waits_for(shm: Path) -> None:  # noqa: F811
@@ -256,7 +256,7 @@ async def test_the_end_of_a_session_ends_what_it_waits_for(shm: Path) -> None:  
         async with create_task_group() as tasks:
             tasks.start_soon(end)
             with pytest.raises(LeaseEnded):
-                await cache.manager.reserve(lease, 0, 1, 0, 30)
+                await cache.manager.reserves.in_turn(lease, 0, 1, 0, 30)
 
 
 async def test_a_waiter_gets_the_pages_of_a_session_that_is_gone(
@@ -265,7 +265,7 @@ async def test_a_waiter_gets_the_pages_of_a_session_that_is_gone(
     async with running(shm / "kvd") as cache, create_task_group() as tasks:
         await cache.hold(128, session=7)
         lease = cache.match(2)
-        tasks.start_soon(cache.manager.reserve, lease, 0, 4, 0, 30)
+        tasks.start_soon(cache.manager.reserves.in_turn, lease, 0, 4, 0, 30)
         await anyio.wait_all_tasks_blocked()
         cache.manager.end_session(7)
         await anyio.wait_all_tasks_blocked()
@@ -278,12 +278,12 @@ async def test_a_waiter_gets_the_pages_of_a_session_that_is_gone(
 async def test_old_blocks_make_room_without_waiting(shm: Path) -> None:  # noqa: F811
     async with running(shm / "kvd") as cache:
         lease = cache.match(num_blocks=128)
-        runs = await cache.manager.reserve(lease, 0, 128, 0, 30)
+        runs = await cache.manager.reserves.in_turn(lease, 0, 128, 0, 30)
         item = CommitItem(lease.id, 0, runs, 128 * BLOCK)
         cache.manager.commit(1, item, packed(tokens_of(1, 128)))
-        assert cache.manager.reserve_now(cache.match(2, seed=2), 0, 1, 0) is None
+        assert cache.manager.reserves.now(cache.match(2, seed=2), 0, 1, 0) is None
         cache.release(lease)
-        assert cache.manager.reserve_now(cache.match(2, seed=2), 0, 5, 0) is not None
+        assert cache.manager.reserves.now(cache.match(2, seed=2), 0, 5, 0) is not None
         assert cache.counts() == {"committed": 123, "reserved": 5}
 
 
@@ -293,14 +293,14 @@ async def test_who_waits_for_the_arena_holds_up_other_namespaces_too(
     async with running(shm / "kvd") as cache, create_task_group() as tasks:
         held = await cache.hold(100)
         first = cache.match(session=2, seed=2)
-        tasks.start_soon(cache.manager.reserve, first, 0, 60, 0, 30)
-        await until(lambda: len(cache.manager._waiters) == 1)
+        tasks.start_soon(cache.manager.reserves.in_turn, first, 0, 60, 0, 30)
+        await until(lambda: len(cache.manager.reserves) == 1)
         other = (await cache.manager.open(3, IDENTITY, LAYOUT, "other", extras=False)).namespace
         item = MatchItem(other.id, 1, BLOCK)
         lease = cache.manager.match(3, item, packed(tokens_of(3, 1))).lease
-        assert cache.manager.reserve_now(lease, 0, 10, 0) is None
+        assert cache.manager.reserves.now(lease, 0, 10, 0) is None
         cache.release(held)
-        assert cache.manager.reserve_now(lease, 0, 10, 0) is not None
+        assert cache.manager.reserves.now(lease, 0, 10, 0) is not None
 
 
 # --- memory ---
@@ -320,7 +320,7 @@ async def test_some_memory_is_ready_ahead(shm: Path) -> None:  # noqa: F811
         size = cache.manager.state.memory.arenas[0].pool.extent_pages
         count = size - 7
         assert cache.counts() == {"unbacked": 128}  # nothing before the first reserve
-        await cache.manager.reserve(cache.match(), 0, count, 0, 30)
+        await cache.manager.reserves.in_turn(cache.match(), 0, count, 0, 30)
         left = {"unbacked": 128 - 2 * size, "free": 2 * size - count, "reserved": count}
         await until(lambda: cache.counts() == left)
 
@@ -334,22 +334,22 @@ async def test_refused_memory_is_asked_for_again_later(
     async with running(shm / "kvd") as cache:
         cache.arena.full = True
         with pytest.raises(OutOfPages, match="1 pages wanted, 0 free"):
-            await cache.manager.reserve(cache.match(), 0, 1, 0, 0.2)
+            await cache.manager.reserves.in_turn(cache.match(), 0, 1, 0, 0.2)
         assert "reason=no_memory no memory today" in caplog.text
         cache.arena.full = False
         with fail_after(30):
-            await cache.manager.reserve(cache.match(), 0, 1, 0, 30)
+            await cache.manager.reserves.in_turn(cache.match(), 0, 1, 0, 30)
 
 
 async def test_while_memory_is_refused_old_blocks_make_room(shm: Path) -> None:  # noqa: F811
     async with running(shm / "kvd") as cache:
         lease = cache.match(num_blocks=32)
-        runs = await cache.manager.reserve(lease, 0, 32, 0, 30)
+        runs = await cache.manager.reserves.in_turn(lease, 0, 32, 0, 30)
         cache.manager.commit(1, CommitItem(lease.id, 0, runs, 32 * BLOCK), packed(tokens_of(1, 32)))
         cache.release(lease)
         cache.arena.full = True
         with fail_after(30):
-            await cache.manager.reserve(cache.match(2, seed=2), 0, 10, 0, 30)
+            await cache.manager.reserves.in_turn(cache.match(2, seed=2), 0, 10, 0, 30)
         assert cache.counts() == {"unbacked": 96, "committed": 22, "reserved": 10}
 
 
@@ -361,7 +361,7 @@ async def test_a_refusal_is_said_once(
         cache.arena.full = True
         for _ in range(5):
             with pytest.raises(OutOfPages):
-                await cache.manager.reserve(cache.match(), 0, 1, 0, 0.01)
+                await cache.manager.reserves.in_turn(cache.match(), 0, 1, 0, 0.01)
         assert caplog.text.count("reason=no_memory") == 1
 
 
@@ -371,7 +371,7 @@ async def test_who_waits_for_memory_gets_it_though_pages_were_freed_meanwhile(
     async with running(shm / "kvd") as cache, create_task_group() as tasks:
         first = await cache.hold(32)
         cache.arena.ready.clear()
-        tasks.start_soon(cache.manager.reserve, cache.match(2), 0, 1, 0, 30)
+        tasks.start_soon(cache.manager.reserves.in_turn, cache.match(2), 0, 1, 0, 30)
         await anyio.wait_all_tasks_blocked()
         cache.release(first)
         await anyio.wait_all_tasks_blocked()
@@ -398,7 +398,7 @@ async def test_close_gives_up_memory_that_nobody_waits_for_any_more(
 
 
 async def wait_in_vain(cache: Cache, lease: Lease) -> None:
-    await cache.manager.reserve(lease, 0, 64, 0, 30)
+    await cache.manager.reserves.in_turn(lease, 0, 64, 0, 30)
 
 
 def test_a_run_is_backed_in_pieces_of_whole_extents(shm: Path) -> None:  # noqa: F811

@@ -58,9 +58,9 @@ async def test_a_promotion_waits_for_memory_that_is_on_its_way(
         cache.forget_memory()
         with cache.matching(tokens_of(2, 4)) as number:
             lease, pool = cache.manager.lease(1, number), cache.space.arena.pool
-            await cache.manager.reserve(lease, 0, pool.num_free, 0, PATIENCE_SECONDS)
+            await cache.manager.reserves.in_turn(lease, 0, pool.num_free, 0, PATIENCE_SECONDS)
             may_go_on = anyio.Event()
-            cache.manager.do(may_go_on.wait)
+            cache.manager.queue.put(may_go_on.wait)
             tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
             await until(lambda: cache.counters["reserves_short"] == 3)
             may_go_on.set()
@@ -96,11 +96,11 @@ async def test_a_promotion_that_waits_for_pages_holds_no_client_up(start: Any) -
         with cache.matching(tokens_of(2, 4)) as first, cache.matching(tokens_of(3, 4)) as second:
             greedy, modest = (cache.manager.lease(1, number) for number in (first, second))
             num_pages = cache.space.arena.pool.num_pages
-            await cache.manager.reserve(greedy, 0, num_pages - 3, 0, PATIENCE_SECONDS)
+            await cache.manager.reserves.in_turn(greedy, 0, num_pages - 3, 0, PATIENCE_SECONDS)
             num_waited = cache.counters["reserves_waited"]
             tasks.start_soon(cache.mover.prepare, cache.space, packed(TOKENS), PATIENCE_SECONDS)
             await until(lambda: cache.counters["reserves_waited"] > num_waited)
-            assert cache.manager.reserve_now(modest, 0, 1, 0)
+            assert cache.manager.reserves.now(modest, 0, 1, 0)
 
 
 async def test_a_promotion_whose_store_went_before_its_turn_looks_again(

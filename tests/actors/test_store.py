@@ -242,7 +242,7 @@ async def test_what_took_a_place_is_known_to_the_next_start(
         await cache.store(TOKENS)
         cache.manager.close_namespace(1, cache.space.id)
         await cache.open(PAGE_FIRST)
-        await cache.manager.in_order(anyio.sleep, 0)
+        await cache.manager.queue.call(anyio.sleep, 0)
         (stem,) = stems(shm)
         about = read_about(shm / f"{stem}.about")
         assert about.namespaces == {cache.space.id: cache.space.info}

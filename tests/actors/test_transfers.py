@@ -27,7 +27,7 @@ class Message:
 async def committed(cache: Cache) -> int:
     """A lease with two blocks; its number."""
     lease = cache.match()
-    runs = await cache.manager.reserve(lease, 0, 2, 0, 30)
+    runs = await cache.manager.reserves.in_turn(lease, 0, 2, 0, 30)
     tokens = packed(tokens_of(1, 2))
     cache.manager.commit(lease.session, CommitItem(lease.id, 0, runs, 2 * BLOCK), tokens)
     return lease.id
