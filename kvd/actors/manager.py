@@ -356,7 +356,7 @@ class Manager:
         by_tier[self._tier.tier.name] = rest
         return MatchResult(
             num_tokens,
-            runs_of(lease.node.path_pages()[: lease.num_matched]),
+            lease.runs,
             lease.slot,
             lease.generation,
             tokens_by_tier={name: count for name, count in by_tier.items() if count},

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.arena.runs import runs_of
 from kvd.protocol.errors import LeaseEnded, LimitExceeded
 
 if TYPE_CHECKING:
     from kvd.arena.runs import Pages
     from kvd.cache.memory import Namespace
     from kvd.cache.radix import Node
-    from kvd.protocol.messages import Tail
+    from kvd.protocol.messages import Runs, Tail
 
 # The session, which no client has, of leases that the daemon itself holds.
 OWN_SESSION = 0
@@ -52,6 +53,11 @@ class Lease:
     tail: Tail | None = None
     granted: Pages = field(default_factory=lambda: np.empty(0, np.int64))
     reserved: set[int] = field(default_factory=set)
+
+    @property
+    def runs(self) -> Runs:
+        """The pages of the matched blocks, in order."""
+        return runs_of(self.node.path_pages()[: self.num_matched])
 
 
 class LeaseTable:

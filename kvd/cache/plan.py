@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvd.cache.leases import Lease
     from kvd.protocol.keys import BlockKey
     from kvd.protocol.layout import Layout
-    from kvd.protocol.messages import Run, Runs, Shortage, Tail
+    from kvd.protocol.messages import Run, Shortage
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,6 @@ def merged(plan: Plan) -> Plan:
 @dataclass(frozen=True, slots=True)
 class Matched:
     lease: Lease
-    runs: Runs
-    tail: Tail | None
     plan: Plan
 
 

@@ -18,7 +18,6 @@ import xxhash
 from msgspec.structs import asdict, replace
 
 from kvd.arena.page_table import PageState
-from kvd.arena.runs import Pages, runs_of
 from kvd.cache.leases import OWN_SESSION, Lease, LeaseTable
 from kvd.cache.namespaces import Namespaces
 from kvd.cache.plan import (
@@ -47,6 +46,7 @@ from kvd.protocol.messages import Tail
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvd.arena.runs import Pages
     from kvd.cache.memory import Namespace
     from kvd.cache.stores import StoreState
     from kvd.config import CacheConfig, LimitConfig
@@ -103,7 +103,7 @@ class CacheState(Namespaces):
         self.stores.admit(namespace, lease.node, is_new=False)
         if exact_tail:
             self._lock_tail(lease, tokens[lease.num_blocks * tree.block_bytes :])
-        return self._answer(lease, plan)
+        return Matched(lease, plan)
 
     def fork(self, session: int, lease_id: int, source: Lease, now: float = 0.0) -> Matched:
         """Lease the committed blocks of a lease once more; a repeat gets the first answer."""
@@ -116,7 +116,7 @@ class CacheState(Namespaces):
         end = Found(source.node, source.node.num_blocks, source.num_blocks)
         lease = self._grant(session, lease_id, source.namespace, asked, end, now)
         lease.drops = source.drops
-        return self._answer(lease, plan)
+        return Matched(lease, plan)
 
     def _known(
         self, session: int, lease_id: int, namespace: Namespace, asked: bytes, plan: Plan
@@ -126,7 +126,7 @@ class CacheState(Namespaces):
             raise LeaseEnded(f"lease {lease_id} was released before it was asked for")
         if known := self.leases.find(session, lease_id):
             if known.namespace is namespace and known.asked == asked:
-                return self._answer(known, plan)
+                return Matched(known, plan)
             self._end(known, plan)
         return None
 
@@ -157,10 +157,6 @@ class CacheState(Namespaces):
         )
         self.leases.add(lease)
         return lease
-
-    def _answer(self, lease: Lease, plan: Plan) -> Matched:
-        runs = runs_of(lease.node.path_pages()[: lease.num_matched])
-        return Matched(lease, runs, lease.tail, plan)
 
     def _find(self, space: Namespace, tokens: Tokens, start: Node | None = None) -> Found:
         """The longest prefix in memory that may be served."""
@@ -215,7 +211,7 @@ class CacheState(Namespaces):
                 self.stores.admit(space, lease.node, is_new=False)
             if exact_tail and lease.tail is None:
                 self._lock_tail(lease, tokens[lease.num_blocks * space.tree.block_bytes :])
-        return self._answer(lease, plan)
+        return Matched(lease, plan)
 
     def _lock_tail(self, lease: Lease, rest: Tokens) -> None:
         if found := lease.namespace.tree.find_tail(lease.node, rest):

@@ -107,7 +107,7 @@ class CacheAndModel(Machine):
         self.check_matched(answer, expected)
         if exact_tail and expected is not before:
             self.check_tail(answer.lease, expected, tokens[len(expected.tokens) :])
-        tail = answer.tail and Page(space.arena.id, answer.tail.page)
+        tail = answer.lease.tail and Page(space.arena.id, answer.lease.tail.page)
         assert tail == (expected.tail and expected.tail.page)
         return True
 

@@ -228,13 +228,13 @@ def test_a_match_leases_the_longest_prefix(cache: Cache) -> None:
     lease = cache.hold("abcd")
     answer = cache.state.match(1, 1, cache.namespace, packed("abxy"))
     assert answer.lease.num_matched == 2
-    assert answer.runs == (Run(int(lease.granted[0]), 2),)
+    assert answer.lease.runs == (Run(int(lease.granted[0]), 2),)
     assert answer.plan == []
 
 
 def test_a_match_of_nothing_is_a_lease_too(cache: Cache) -> None:
     answer = cache.state.match(1, 1, cache.namespace, packed("xyz"))
-    assert (answer.lease.num_matched, answer.runs) == (0, ())
+    assert (answer.lease.num_matched, answer.lease.runs) == (0, ())
     assert cache.state.leases.get(1, 1) is answer.lease
 
 
@@ -244,7 +244,7 @@ def test_the_same_match_gets_the_first_answer(cache: Cache) -> None:
     cache.commit(lease, "cd")
     again = cache.state.match(1, 7, cache.namespace, packed("abcd"))
     assert again.lease is lease
-    assert sum(run.count for run in again.runs) == again.lease.num_matched == 2
+    assert sum(run.count for run in again.lease.runs) == again.lease.num_matched == 2
 
 
 def test_the_same_lease_with_other_tokens_replaces_it(cache: Cache) -> None:
@@ -392,9 +392,10 @@ def test_a_tail_is_held_until_the_commit_or_the_end(fours: Cache, end: str) -> N
 def test_the_same_match_gets_its_tail_again(fours: Cache) -> None:
     fours.fill("abcd")
     first = fours.match("abc", lease=7, exact_tail=True)
+    tail = first.tail
     again = fours.state.match(1, 7, fours.namespace, packed("abc"), exact_tail=True)
-    assert (again.lease, again.tail) == (first, first.tail)
-    assert fours.state.match(1, 7, fours.namespace, packed("abc")).tail is None
+    assert (again.lease, again.lease.tail) == (first, tail)
+    assert fours.state.match(1, 7, fours.namespace, packed("abc")).lease.tail is None
 
 
 some_text = st.text("ab", max_size=13)
@@ -424,7 +425,7 @@ def test_a_fork_holds_what_its_source_holds(cache: Cache) -> None:
     answer = cache.state.fork(1, 7, source)
     cache.release(source)
     assert cache.namespace.lru.num_blocks == 0
-    assert [run.count for run in answer.runs] == [3]
+    assert [run.count for run in answer.lease.runs] == [3]
     assert cache.commit(answer.lease, "de")
     assert cache.texts() == {"abcde"}
 
@@ -442,7 +443,7 @@ def test_the_same_fork_gets_the_first_answer(cache: Cache) -> None:
     cache.commit(source, "d")
     again = cache.state.fork(1, 7, source)
     assert again.lease is first
-    assert sum(run.count for run in again.runs) == 3
+    assert sum(run.count for run in again.lease.runs) == 3
 
 
 def test_a_fork_in_the_place_of_a_lease_ends_it(cache: Cache) -> None:
@@ -600,7 +601,7 @@ def test_a_committed_block_is_matched(cache: Cache) -> None:
     pages = cache.commit(cache.match("abc"), "abc")
     answer = cache.state.match(2, 1, cache.namespace, packed("abcd"))
     assert answer.lease.num_matched == 3
-    assert [run.first for run in answer.runs] == pages[:1]
+    assert [run.first for run in answer.lease.runs] == pages[:1]
     assert cache.counts() == {"free": 13, "committed": 3}
 
 
@@ -1142,7 +1143,7 @@ def test_a_lease_is_extended_by_what_became_resident() -> None:
     answer = cache.state.extend(lease, packed("abcd"))
     check(cache.state)
     assert (lease.num_matched, lease.num_blocks) == (3, 3)
-    assert pages_of(answer.runs).tolist() == lease.node.path_pages().tolist()
+    assert pages_of(answer.lease.runs).tolist() == lease.node.path_pages().tolist()
     assert cache.commit(lease, "d") == lease.node.path_pages().tolist()[3:]
     cache.release(lease)
     assert cache.texts() == {"abcd"}
