@@ -18,9 +18,10 @@ from kvd.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def _telling() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        logger.warning("reason=no_telemetry %s: install kvd[telemetry]", error)
+        extra = "telemetry-grpc" if "grpc" in str(error.name) else "telemetry"
+        logger.warning("reason=no_telemetry %s: install kvd[%s]", error, extra)
     except ValueError as error:
         logger.warning("reason=no_telemetry %s", error)
 
@@ -93,22 +95,47 @@ def _variable(signal: str, name: str) -> str:
     return ""
 
 
-def _check_protocol(signal: str) -> None:
-    if (protocol := _variable(signal, "PROTOCOL")) not in ("", "http/protobuf"):
-        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; served is http/protobuf")
+def _is_over_grpc(signal: str) -> bool:
+    """By which of the two protocols it is sent; raises ValueError for another."""
+    protocol = _variable(signal, "PROTOCOL") or "http/protobuf"
+    if protocol not in ("http/protobuf", "grpc"):
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; there are http/protobuf and grpc"
+        )
+    return protocol == "grpc"
+
+
+def _span_exporter() -> SpanExporter:
+    if _is_over_grpc("TRACES"):
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
+
+        return ByGrpc()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def _metric_exporter() -> MetricExporter:
+    if _is_over_grpc("METRICS"):
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (
+            OTLPMetricExporter as ByGrpc,
+        )
+
+        return ByGrpc()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter()
 
 
 def _tracer_provider(service: str) -> TracerProvider:
     """Raises ValueError for a variable that cannot be used."""
     from opentelemetry import trace
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    _check_protocol("TRACES")
     # At the end of the process it would wait for a dead collector.
     provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(_span_exporter()))
     trace.set_tracer_provider(provider)
     return provider
 
@@ -123,11 +150,9 @@ def _asked_for() -> MetricReader:
 
 def _sent_again_and_again() -> MetricReader:
     """Raises ValueError for a variable that cannot be used."""
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    _check_protocol("METRICS")
-    return PeriodicExportingMetricReader(OTLPMetricExporter())
+    return PeriodicExportingMetricReader(_metric_exporter())
 
 
 def _meter_provider(service: str, readers: Sequence[MetricReader]) -> MeterProvider:

@@ -85,11 +85,12 @@ def run_engine(program: str, daemon: RunningDaemon) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
+@pytest.fixture(scope="module", params=["http/protobuf", "grpc"])
+def collector(request: pytest.FixtureRequest) -> Iterator[Collector]:
     """Has received all of an engine's work with a kvd whose memory has the last sequences alone."""
-    with running_collector() as collector, pytest.MonkeyPatch.context() as patch:
+    with running_collector(request.param) as collector, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        patch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", collector.protocol)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         with running_daemon(small()) as daemon:
             with Client(daemon.endpoint, timeout=30.0) as client:
@@ -182,10 +183,12 @@ def useless(request: pytest.FixtureRequest) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 def test_a_useless_collector_costs_nothing_and_delays_no_stop(
-    useless: str, monkeypatch: pytest.MonkeyPatch
+    useless: str, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", useless)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     # Who waited for an answer would do so until the test is given up.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
@@ -200,7 +203,7 @@ def test_a_useless_collector_costs_nothing_and_delays_no_stop(
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "reason=no_telemetry"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json", "reason=no_telemetry"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "1", "reason=no_telemetry"),
         ("OTEL_SDK_DISABLED", "true", ""),
         ("OTEL_TRACES_EXPORTER", "none", ""),

@@ -42,11 +42,13 @@ def committed(request: ExportMetricsServiceRequest) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 def test_metrics_go_to_a_collector_the_last_ones_at_the_stop(
-    monkeypatch: pytest.MonkeyPatch,
+    protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_collector() as collector:
+    with running_collector(protocol) as collector:
         monkeypatch.setenv(ENDPOINT, collector.endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
         with running_daemon(settings()) as daemon, Client(daemon.endpoint) as client:
             assert client.wait_attached(PATIENCE_SECONDS)
             store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
@@ -94,3 +96,14 @@ def test_where_nothing_is_exported_nothing_need_be_installed(
 ) -> None:
     monkeypatch.delenv(ENDPOINT, raising=False)
     assert "the first one" in complaint("opentelemetry.sdk", tmp_path, 'tiers = [{type = "lmdb"}]')
+
+
+def test_where_what_speaks_grpc_is_not_installed_that_is_told_and_nothing_else_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    start = "import sys; sys.modules['grpc'] = None; from kvd import sdk; sdk.start('test')"
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count("install kvd[telemetry-grpc]") == 2  # spans, metrics
