@@ -89,7 +89,8 @@ def test_every_error_is_in_the_architecture() -> None:
 
 
 def test_every_path_in_the_documents_exists() -> None:
-    for document in ("README.md", "ARCHITECTURE.md", "config/OPERATING.md"):
+    documents = "README.md", "ARCHITECTURE.md", "CLIENTS.md", "PLUGINS.md", "config/OPERATING.md"
+    for document in documents:
         for path in re.findall(
             r"`((?!/)[\w./-]+/[\w./-]+\.(?:py|toml|md))`", (ROOT / document).read_text()
         ):

@@ -14,7 +14,14 @@ import anyio
 import msgspec
 
 from kvd.actors.patience import Patience
-from kvd.protocol.errors import BadRequest, KvdError, TierFailed, TierFull
+from kvd.protocol.errors import (
+    AlreadyRunning,
+    BadRequest,
+    ConfigError,
+    KvdError,
+    TierFailed,
+    TierFull,
+)
 from kvd.tiers.copying import Writer, data_bytes
 
 if TYPE_CHECKING:
@@ -124,14 +131,19 @@ class StoreActor:
     # --- life ---
 
     async def open(self, epoch: int) -> None:
-        """Begin; where the tier cannot be opened, or hangs, without it. Raises AlreadyRunning."""
+        """Begin; where the tier cannot be opened, or hangs, without it.
+
+        Raises AlreadyRunning, and ConfigError where its place cannot be.
+        """
         self.tier.moved = functools.partial(self._heard, self._writing)
         try:
             await self._writing.call(
                 self._measured, self.tier.open, epoch, still_seconds=self.hang_seconds
             )
-        except TierFailed as error:
-            self.switch_off(error)
+        except (AlreadyRunning, ConfigError):
+            raise
+        except Exception as error:  # as of every other call
+            self.switch_off(self._as_failed(error))
             return
         for store in self.tier.stores():
             self._know(self._layouts.setdefault(store.layout, _Kept()), store)
@@ -169,11 +181,11 @@ class StoreActor:
             try:
                 self._reading.check()
                 await self._writing.call(self.tier.close)
-            except TierFailed as error:
+            except Exception as error:  # as of every other call
                 logger.error(
                     "reason=not_closed tier=%s is looked through at its next start: %s",
                     self.name,
-                    error,
+                    self._as_failed(error),
                 )
 
     def close(self, end: float = math.inf) -> None:

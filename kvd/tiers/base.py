@@ -58,7 +58,7 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, epoch: int) -> None:
-        """Make ready. Raises AlreadyRunning, TierFailed."""
+        """Make ready. Raises AlreadyRunning, TierFailed, ConfigError for a place that cannot be."""
 
     @abstractmethod
     def close(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvd.config import convert
-from kvd.protocol.errors import ConfigError
+from kvd.protocol.errors import ConfigError, KvdError
 from kvd.tiers.base import StoreTier
 
 if TYPE_CHECKING:
@@ -33,10 +33,12 @@ def load_tier(section: Mapping[str, Any], directory: Path, data_directory: Path)
     except Exception as error:  # whatever a plugin's module does when it is imported
         raise ConfigError(f"tiers, type {kind}: cannot be imported: {error}") from error
     own = {key: value for key, value in section.items() if key != "type"}
-    config = convert(own, tier_class.Config, f"tiers, type {kind}")
     try:
+        config = convert(own, tier_class.Config, f"tiers, type {kind}")
         return tier_class(
             config, data_directory if issubclass(tier_class, StoreTier) else directory
         )
-    except (OSError, ValueError) as error:  # a place that no file system can have
+    except KvdError:
+        raise
+    except Exception as error:  # a place that no file system can have, a method that is missing
         raise ConfigError(f"tiers, type {kind}: cannot be made: {error}") from error

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvd.arena.about import read_about
 from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.errors import BadRequest, LimitExceeded, TierFailed
-from kvd.testing.faults import Faults, set_faults
+from kvd.testing.faults import Faults, FaultyStoreTier, set_faults
 from kvd.tiers.base import Store, StoreTier
 from kvd.tiers.registry import load_tier
 from tests.actors.stored import FLAKY, ON_DEMAND, STORE, TOKENS
@@ -62,6 +62,28 @@ async def test_the_tier_is_closed_when_all_that_was_submitted_is_done(
     (store,) = tier.stores()
     assert sum(map(len, store.scan())) == 2
     tier.close()
+
+
+def fail_in_its_own_way(*args: Any) -> None:
+    raise OSError("no way to the machine that has it")
+
+
+async def test_a_tier_that_cannot_be_opened_is_done_without_whatever_it_raises(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyStoreTier, "open", fail_in_its_own_way)
+    async with start(ON_DEMAND, FAULTY) as cache:
+        assert cache.actor.is_off
+        assert cache.actor.trouble == "OSError: no way to the machine that has it"
+
+
+async def test_a_tier_that_cannot_be_closed_keeps_nothing_from_its_end(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FaultyStoreTier, "close", fail_in_its_own_way)
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.actor.settle()
+    assert "reason=not_closed tier=faulty" in caplog.text
 
 
 def stems(directory: Path) -> set[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from kvd.protocol.units import ByteSize
 from kvd.testing.tier_suite import MakeStoreTier, StoreTierSuite
+from tests.plugins.installing import install
 
 if TYPE_CHECKING:
     from kvd.tiers.base import StoreTier
@@ -48,15 +49,13 @@ class TestTheSuite(StoreTierSuite):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder into which the plugin is built and installed, without an index of packages."""
+    """A folder into which the plugin is installed."""
     folder = tmp_path / "installed"
     source = tmp_path / "source"
     source.mkdir()
-    for path in PLUGIN.glob("*.*"):  # building leaves files beside what is built
+    for path in PLUGIN.glob("*.*"):
         (source / path.name).write_bytes(path.read_bytes())
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--target", str(folder), str(source)]
-    subprocess.run(command, check=True)
+    install(source, folder)
     return folder
 
 

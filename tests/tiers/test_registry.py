@@ -19,6 +19,7 @@ PLUGIN = '''
 """A tier of somebody else's: ours under another name, with a key of its own."""
 import msgspec
 from kvd.protocol.errors import ConfigError
+from kvd.tiers.base import StoreTier
 from kvd_tiers.host import HostConfig, HostTier
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,6 +34,9 @@ class PaintedTier(HostTier):
         if config.colour == "none":
             raise ConfigError("a tier without colour")
         super().__init__(HostConfig(config.capacity_bytes), directory)
+
+class HalfTier(StoreTier):
+    Config = Config
 '''
 
 
@@ -46,6 +50,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: painted\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[kvd.tiers]\npainted = painted_tier:PaintedTier\nbroken = broken_tier:Tier\n"
+        "half = painted_tier:HalfTier\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -76,7 +81,9 @@ def test_a_daemon_runs_with_somebody_elses_tier(
 
 def test_an_unknown_type_is_answered_with_the_known_ones(plugin: Path, tmp_path: Path) -> None:
     for section in ({"type": "nonesuch"}, {}, {"type": 3}, {"type": None}):
-        with pytest.raises(ConfigError, match="known here: broken, faulty, host, lmdb, painted"):
+        with pytest.raises(
+            ConfigError, match="known here: broken, faulty, half, host, lmdb, painted"
+        ):
             load_tier(section, tmp_path, tmp_path)
 
 
@@ -97,6 +104,11 @@ def test_keys_that_a_tier_cannot_use_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
         load_tier(section, tmp_path, tmp_path)
+
+
+def test_of_a_plugin_that_lacks_something_it_is_said_what(plugin: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"type half: cannot be made: .*create_store"):
+        load_tier({"type": "half", "colour": "red"}, tmp_path, tmp_path)
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(plugin: Path, tmp_path: Path) -> None:
