@@ -51,8 +51,8 @@ from kvd.protocol.messages import (
     VerifyReply,
 )
 from kvd.protocol.units import format_bytes
-from kvd_client.base import Resumed
 from kvd_client.client import Client, Lease, Namespace
+from kvd_client.namespace import Resumed
 
 __all__ = [
     "BadRequest",

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from kvd_client.base import ClientBase, NamespaceBase
+from kvd_client.base import ClientBase
 from kvd_client.lease import LeaseBase
+from kvd_client.namespace import NamespaceBase
 from kvd_client.session import Answered, LinkChanged, Operation
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
         TreeReply,
         VerifyReply,
     )
-    from kvd_client.base import ExtraItems, Resumed
+    from kvd_client.asked import ExtraItems
+    from kvd_client.namespace import Resumed
 
 T = TypeVar("T")
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
 from kvd.protocol.errors import BadRequest
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Extras
+
+# What else identifies a position: 32 bytes, a digest of the image there, say.
+ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
 
 MAX_TOKENS = 1 << 40
 EXTRA_BYTES = 32
@@ -28,6 +31,12 @@ class Asked:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+
+def asked_for(tokens: TokenIds, extras: ExtraItems) -> Asked:
+    """Raises BadRequest for what are no tokens, or no extras of theirs."""
+    packed = pack_tokens(tokens)
+    return Asked(packed, pack_extras(extras, 0, len(packed) // TOKEN_BYTES))
 
 
 def pages_for(num_tokens: int, layout: Layout) -> int:
@@ -50,7 +59,7 @@ def whole(number: int) -> int:
         raise BadRequest(f"{number!r} is no whole number") from error
 
 
-def pack_extras(extras: Sequence[tuple[int, bytes]], start: int, stop: int) -> Extras:
+def pack_extras(extras: ExtraItems, start: int, stop: int) -> Extras:
     """Extras as on the wire; refuses what is none of a position in these tokens (BadRequest)."""
     if isinstance(extras, tuple) and not extras:
         return ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from kvd_client.base import ClientBase, NamespaceBase
+from kvd_client.base import ClientBase
 from kvd_client.lease import LeaseBase
+from kvd_client.namespace import NamespaceBase
 from kvd_client.session import Answered, LinkChanged, Operation
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
         TreeReply,
         VerifyReply,
     )
-    from kvd_client.base import ExtraItems, Resumed
+    from kvd_client.asked import ExtraItems
+    from kvd_client.namespace import Resumed
 
 T = TypeVar("T")
 

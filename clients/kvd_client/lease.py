@@ -47,7 +47,8 @@ from kvd_client.session import Operation, Session, checked, result_of, tracepare
 from kvd_client.views import LeaseViews
 
 if TYPE_CHECKING:
-    from kvd_client.base import ClientBase, NamespaceBase
+    from kvd_client.base import ClientBase
+    from kvd_client.namespace import NamespaceBase
 
 R = TypeVar("R", bound=AnyReply)
 
