@@ -50,7 +50,7 @@ python/bin/python3.{sys.version_info.minor} -m venv --without-pip venv
 cd venv/lib/*/site-packages
 printf '%s\\n' {" ".join(map(str, places().values()))} > kvd.pth
 cd /opt/kvd
-for package in kvd kvd_ctl; do
+for package in kvd kvd_ctl kvd_infer; do
     script=venv/bin/${{package/_/-}}
     printf '#!{PYTHON}\\nfrom %s.__main__ import main\\nmain()\\n' $package > $script
     chmod +x $script
