@@ -21,6 +21,7 @@ from kvd.protocol.units import ByteSize, decode_size
 from kvd_client import (
     ConfigError,
     DaemonUnavailable,
+    Forbidden,
     KvdError,
     StatusReply,
     TierStatus,
@@ -103,6 +104,10 @@ def daemon(answer: StatusReply | KvdError) -> Finding:
             return Finding("ok", "daemon", f"kvd {answer.version}, pid {answer.pid}, answers")
         case DaemonUnavailable():
             return Finding("warn", "daemon", str(answer), "start it: kvd, or systemctl start kvd")
+        case Forbidden():
+            return Finding(
+                "bad", "daemon", str(answer), "who may ask it say [ipc], [operator] and [[clients]]"
+            )
         case _:
             return Finding("bad", "daemon", str(answer), "see its log, and whether it is stopped")
 
@@ -163,12 +168,12 @@ def shared_memory(directory: Path, wanted_bytes: int, left_bytes: int) -> Findin
     if wanted_bytes > size:
         advice = "enlarge it (a container: --shm-size=8g), or lower capacity_bytes of the host tier"
         return Finding("bad", "shared memory", found, advice)
-    if size < SMALL_BYTES:
-        return Finding("warn", "shared memory", found, "it is small: --shm-size=8g in a container")
     if free < left_bytes:
         return Finding(
             "warn", "shared memory", found, "others have filled it: see df, kvd-ctl purge"
         )
+    if size < SMALL_BYTES:
+        return Finding("warn", "shared memory", found, "it is small: --shm-size=8g in a container")
     return Finding("ok", "shared memory", found)
 
 

@@ -40,9 +40,10 @@ def client_endpoint() -> str:
     if not is_default(endpoint):
         return endpoint
     path = socket_path(endpoint)
-    if not path.exists():
-        return f"ipc://{SYSTEM_SOCKET}" if SYSTEM_SOCKET.exists() else endpoint
-    if path.parent.stat().st_uid != os.getuid():
+    # By os.path, for which what may not be seen is not there.
+    if not os.path.exists(path) and SYSTEM_SOCKET.exists():
+        return f"ipc://{SYSTEM_SOCKET}"
+    if os.path.lexists(path.parent) and path.parent.lstat().st_uid != os.getuid():
         raise ConfigError(f"{path.parent} belongs to another user: set KVD_ENDPOINT")
     return endpoint
 

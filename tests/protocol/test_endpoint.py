@@ -81,12 +81,16 @@ def test_a_client_finds_the_service_of_the_system(said: dict[str, str], expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("listens", [True, False])
 def test_a_default_place_of_another_user_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    listens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also one where nobody listens yet."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvd.protocol.endpoint.SYSTEM_SOCKET", tmp_path / "nonesuch")
     (tmp_path / "kvd").mkdir()
-    (tmp_path / "kvd/kvd.sock").touch()
+    if listens:
+        (tmp_path / "kvd/kvd.sock").touch()
     os.chown(tmp_path / "kvd", 65534, 65534)
     with pytest.raises(ConfigError, match=r"another user.*KVD_ENDPOINT"):
         client_endpoint()
