@@ -9,10 +9,12 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hatchling.build import build_wheel
 
 from kvd.actors.reload import AT_START
 from kvd.daemon import Daemon
@@ -91,6 +93,24 @@ def test_the_recipe_of_the_container_installs_extras_and_runs_commands_of_the_pr
     commands = {json.loads(each)[0] for each in re.findall(r"CMD (\[.*\])$", RECIPE, re.MULTILINE)}
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     assert commands == {"kvd", "kvd-ctl"} <= project["scripts"].keys()
+
+
+def files_of_a_wheel(source: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    monkeypatch.chdir(source)
+    with zipfile.ZipFile(folder / build_wheel(str(folder))) as wheel:
+        return set(wheel.namelist())
+
+
+def test_what_the_recipe_of_the_container_copies_is_what_kvd_is_built_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, folder = tmp_path / "context", tmp_path / "wheels"
+    context.mkdir()
+    folder.mkdir()
+    for name in re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE):
+        subprocess.run(["cp", "-a", ROOT / name, context], check=True)
+    everything = files_of_a_wheel(ROOT, monkeypatch, folder)
+    assert files_of_a_wheel(context, monkeypatch, folder) == everything
 
 
 def test_the_recipe_of_the_container_configures_kvd() -> None:
