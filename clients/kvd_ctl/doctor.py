@@ -63,6 +63,7 @@ class Wanted:
 
     directory: Path
     data_directory: Path
+    memory_directory: Path
     memory_bytes: int
     memory_left_bytes: int
     disk_bytes: int
@@ -85,8 +86,8 @@ def _findings(answer: StatusReply | KvdError, config: Config) -> Iterator[Findin
     status = answer if isinstance(answer, StatusReply) else None
     yield daemon(answer)
     wanted = wants(config, status)
-    yield shared_memory(wanted.directory, wanted.memory_bytes, wanted.memory_left_bytes)
-    yield huge_pages(wanted.directory)
+    yield shared_memory(wanted.memory_directory, wanted.memory_bytes, wanted.memory_left_bytes)
+    yield huge_pages(wanted.memory_directory)
     yield memory_limit(control_groups(status.pid if status else None), wanted.memory_bytes)
     yield disk(wanted.data_directory, wanted.disk_bytes)
     yield from permissions(wanted, socket_path(config.resolved_endpoint))
@@ -118,20 +119,30 @@ def wants(config: Config, status: StatusReply | None) -> Wanted:
     Raises ConfigError.
     """
     directory, data_directory = config.resolved_directory, config.resolved_data_directory
+    memory_directory = _memory_directory(config)
     if status is not None:
         hosts = [tier for tier in status.tiers if tier.name.startswith(HOST)]
         disks = [tier for tier in status.tiers if tier.survives and tier not in hosts]
         return Wanted(
             directory,
             data_directory,
+            memory_directory,
             memory_bytes=sum(tier.capacity_bytes for tier in hosts),
             memory_left_bytes=sum(max(0, _left(tier)) for tier in hosts),
             disk_bytes=sum(max(0, _left(tier)) for tier in disks),
         )
-    default = default_capacity(file_system_bytes(directory))
+    default = default_capacity(file_system_bytes(memory_directory))
     memory_bytes = sum(_capacity(tier) or default for tier in config.tiers if _is_host(tier))
     disk_bytes = sum(_capacity(tier) for tier in config.tiers if not _is_host(tier))
-    return Wanted(directory, data_directory, memory_bytes, memory_bytes, disk_bytes)
+    return Wanted(
+        directory, data_directory, memory_directory, memory_bytes, memory_bytes, disk_bytes
+    )
+
+
+def _memory_directory(config: Config) -> Path:
+    """Where the pages of the first tier in shared memory lie."""
+    first = next(filter(_is_host, config.tiers), {})
+    return Path(first.get("directory") or config.resolved_directory)
 
 
 def _left(tier: TierStatus) -> int:
@@ -230,7 +241,8 @@ def disk(directory: Path, wanted_bytes: int) -> Finding:
 
 def permissions(wanted: Wanted, endpoint: Path) -> Iterator[Finding]:
     """Whether nobody else can write where kvd trusts what it finds."""
-    for path in (wanted.directory, wanted.data_directory, endpoint):
+    places = (wanted.directory, wanted.memory_directory, wanted.data_directory, endpoint)
+    for path in dict.fromkeys(places):
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
