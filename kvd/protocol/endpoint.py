@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ def is_default(endpoint: str) -> bool:
 def client_endpoint() -> str:
     """Where a client looks: as the daemon does, and then at the system's service.
 
-    Refuses a default place that belongs to another user, who would be trusted with our memory
+    Makes a default place where there is none, and the user's own therefore. Refuses a default place that belongs to another user, who would be trusted with our memory
     (ConfigError).
     """
     endpoint = default_endpoint()
@@ -43,6 +44,8 @@ def client_endpoint() -> str:
     # By os.path, for which what may not be seen is not there.
     if not os.path.exists(path) and SYSTEM_SOCKET.exists():
         return f"ipc://{SYSTEM_SOCKET}"
+    with suppress(OSError):  # it shall be ours before another user listens there
+        path.parent.mkdir(mode=0o700)
     if os.path.lexists(path.parent) and path.parent.lstat().st_uid != os.getuid():
         raise ConfigError(f"{path.parent} belongs to another user: set KVD_ENDPOINT")
     return endpoint

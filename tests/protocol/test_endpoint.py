@@ -96,6 +96,16 @@ def test_a_default_place_of_another_user_is_refused(
         client_endpoint()
 
 
+def test_a_default_place_where_nobody_is_becomes_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody else can listen there later, who would be trusted."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("kvd.protocol.endpoint.SYSTEM_SOCKET", tmp_path / "nonesuch")
+    assert client_endpoint() == f"ipc://{tmp_path}/kvd-{os.getuid()}/kvd.sock"
+    assert (tmp_path / f"kvd-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_place_that_was_said_is_not_our_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_default(default_endpoint())
     assert not is_default("ipc:///elsewhere/kvd.sock")
