@@ -106,9 +106,8 @@ def daemon(answer: StatusReply | KvdError) -> Finding:
         case DaemonUnavailable():
             return Finding("warn", "daemon", str(answer), "start it: kvd, or systemctl start kvd")
         case Forbidden():
-            return Finding(
-                "bad", "daemon", str(answer), "who may ask it say [ipc], [operator] and [[clients]]"
-            )
+            advice = "its [ipc], [operator] and [[clients]] say who may ask it"
+            return Finding("bad", "daemon", str(answer), advice)
         case _:
             return Finding("bad", "daemon", str(answer), "see its log, and whether it is stopped")
 

@@ -34,8 +34,8 @@ def is_default(endpoint: str) -> bool:
 def client_endpoint() -> str:
     """Where a client looks: as the daemon does, and then at the system's service.
 
-    Makes a default place where there is none, and the user's own therefore. Refuses a default place that belongs to another user, who would be trusted with our memory
-    (ConfigError).
+    Makes a default place where there is none. Refuses one that belongs to another user, who would
+    be trusted with our memory (ConfigError).
     """
     endpoint = default_endpoint()
     if not is_default(endpoint):
@@ -44,7 +44,7 @@ def client_endpoint() -> str:
     # By os.path, for which what may not be seen is not there.
     if not os.path.exists(path) and SYSTEM_SOCKET.exists():
         return f"ipc://{SYSTEM_SOCKET}"
-    with suppress(OSError):  # it shall be ours before another user listens there
+    with suppress(OSError):  # before another user does, and listens there
         path.parent.mkdir(mode=0o700)
     if os.path.lexists(path.parent) and path.parent.lstat().st_uid != os.getuid():
         raise ConfigError(f"{path.parent} belongs to another user: set KVD_ENDPOINT")

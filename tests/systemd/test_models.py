@@ -25,6 +25,7 @@ folder = pathlib.Path("{FOLDER}")
 save_tiny_model(folder)
 print(json.dumps(plain_text(folder, "{PROMPT}", {MAX_TOKENS})))
 """
+# Asks the model that lives on.
 ASK = f"""
 import httpx
 def ask():
@@ -58,9 +59,7 @@ def server(box: Box, alone: str) -> None:
     """A model that lives on; the prompt's KV is in kvd from here on."""
     command = [f"{BINARIES}/kvd-infer", "serve", "--model", FOLDER]
     box.run("systemctl", "start", "kvd.service")
-    box.run(
-        "systemd-run", "--unit=model", f"--uid={ENGINE}", "--setenv=OMP_NUM_THREADS=1", *command
-    )
+    box.run("systemd-run", "--unit=model", f"--uid={ENGINE}", *command)
     eventually(lambda: "serves tiny" in box.run("journalctl", "--unit=model"))
     box.engine(ASK % alone + "ask()")
 

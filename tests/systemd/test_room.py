@@ -39,10 +39,12 @@ def small_volume(stopped: Box) -> Iterator[Box]:
     options = "size=256m,uid=kvd,gid=kvd,mode=700"
     stopped.run("install", "-d", DATA)
     stopped.run("mount", "-t", "tmpfs", "-o", options, "none", DATA)
+    text = stopped.run("cat", CONFIGURATION)
     stopped.write(CONFIGURATION, ON_A_SMALL_VOLUME)
     yield stopped
     stopped.run("systemctl", "stop", "kvd.socket")
     stopped.run("umount", DATA)
+    stopped.write(CONFIGURATION, text)
 
 
 def fill(box: Box, directory: str) -> Callable[[], str]:
