@@ -60,7 +60,7 @@ def server(box: Box, alone: str) -> None:
     command = [f"{BINARIES}/kvd-infer", "serve", "--model", FOLDER]
     box.run("systemctl", "start", "kvd.service")
     box.run("systemd-run", "--unit=model", f"--uid={ENGINE}", *command)
-    eventually(lambda: "serves tiny" in box.run("journalctl", "--unit=model"))
+    eventually(lambda: "serves tiny" in box.run("journalctl", "--unit=model"), patience=100.0)
     box.engine(ASK % alone + "ask()")
 
 
@@ -91,6 +91,7 @@ def tokens_matched(service: Box) -> int:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_new_model_finds_the_prefix_after_a(death: str, watched: Box, alone: str) -> None:
     dies(watched, death)
@@ -99,6 +100,7 @@ def test_a_new_model_finds_the_prefix_after_a(death: str, watched: Box, alone: s
     assert tokens_matched(watched) == CACHED
 
 
+@pytest.mark.slow
 def test_a_model_that_lives_on_generates_the_same(watched: Box, alone: str) -> None:
     asking = watched.start_engine(ASK % alone + ASK_ON)
     for death in DEATHS:
