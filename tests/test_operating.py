@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hatchling.build import build_wheel
 
 from kvd.actors.reload import AT_START
 from kvd.daemon import Daemon
@@ -19,6 +23,7 @@ from kvd.testing.daemons import RunningDaemon, running_daemon
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "config/OPERATING.md").read_text()
+RECIPE = (ROOT / "config/Dockerfile").read_text()
 COMMANDS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 # What belongs to other programs, needs what is not here or ends the daemon is not run here.
 OTHERS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
@@ -76,9 +81,40 @@ def test_what_waits_for_a_restart_is_on_the_page() -> None:
     assert [key for key in AT_START - {"tiers"} if f"`{key}`" not in PAGE] == []
 
 
+def test_the_recipe_of_the_container_has_nothing_but_instructions() -> None:
+    lines = [line for line in RECIPE.splitlines() if line and not line.startswith("#")]
+    instructions = {line.split()[0] for line in lines}
+    assert instructions == {"FROM", "COPY", "RUN", "ENV", "USER", "HEALTHCHECK", "CMD"}
+
+
+def test_the_recipe_of_the_container_installs_extras_and_runs_commands_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"pip install .*\[(.*)\]", RECIPE)
+    commands = {json.loads(each)[0] for each in re.findall(r"CMD (\[.*\])$", RECIPE, re.MULTILINE)}
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert commands == {"kvd", "kvd-ctl"} <= project["scripts"].keys()
+
+
+def files_of_a_wheel(source: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    monkeypatch.chdir(source)
+    with zipfile.ZipFile(folder / build_wheel(str(folder))) as wheel:
+        return set(wheel.namelist())
+
+
+def test_what_the_recipe_of_the_container_copies_is_what_kvd_is_built_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, folder = tmp_path / "context", tmp_path / "wheels"
+    context.mkdir()
+    folder.mkdir()
+    for name in re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE):
+        subprocess.run(["cp", "-a", ROOT / name, context], check=True)
+    everything = files_of_a_wheel(ROOT, monkeypatch, folder)
+    assert files_of_a_wheel(context, monkeypatch, folder) == everything
+
+
 def test_the_recipe_of_the_container_configures_kvd() -> None:
-    recipe = (ROOT / "config/Dockerfile").read_text()
-    environment = dict(re.findall(r"^ENV (\w+)=(.*)$", recipe, re.MULTILINE))
+    environment = dict(re.findall(r"^ENV (\w+)=(.*)$", RECIPE, re.MULTILINE))
     daemon = Daemon(load(environment=environment))
     assert daemon.endpoint == environment["KVD_ENDPOINT"]
     assert str(daemon.directory) == environment["KVD_DIRECTORY"]
@@ -86,7 +122,6 @@ def test_the_recipe_of_the_container_configures_kvd() -> None:
 
 
 def test_the_page_and_the_recipe_name_the_same_places() -> None:
-    recipe = (ROOT / "config/Dockerfile").read_text()
     for place in ("ipc:///run/kvd/kvd.sock", "/dev/shm/kvd", "/var/lib/kvd"):
-        assert place in recipe
+        assert place in RECIPE
         assert place in PAGE

@@ -420,9 +420,8 @@ class ClientBase:
             silence = time.monotonic() - started
             if silence >= SUSPECT_SECONDS and connection.core.num_received == heard:
                 connection.suspect()
-            raise DeadlineExceeded(
-                f"no answer from {self.endpoint} within the deadline: is kvd running?"
-            )
+            why = connection.core.refusal or "is kvd running?"
+            raise DeadlineExceeded(f"no answer from {self.endpoint} within the deadline: {why}")
         error, call.error = call.error, None
         if error is not None:
             try:

@@ -21,6 +21,8 @@ from kvd.protocol.messages import DetachRequest
 from kvd_client.session import Call, Core, Link, Session
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvd_client.keys import Keys
     from kvd_client.lease import LeaseBase
 
@@ -116,7 +118,7 @@ class Connection:
 
         With keys it is by TCP.
         """
-        is_there = keys is not None or socket_path(endpoint).exists()
+        path = socket_path(endpoint) if keys is None else None
         self._on_attach = on_attach
         self.core = Core(name, self._link_changed, maps=maps)
         self._mutex = threading.RLock()
@@ -154,10 +156,17 @@ class Connection:
         self._waiters = threading.local()
         # It is woken also by what happens in its own thread: a collection, say.
         self._keeper = _Waiter((self._monitor_fileno,), (self.fileno,), thread=0)
-        if not is_there:  # nobody need wait to find out that there is no daemon
-            self.core.set_link(Link.DOWN)
+        if path is not None:
+            self._look_at(path)
         self._thread = threading.Thread(target=self._run, name="kvd-client", daemon=True)
         self._thread.start()
+
+    def _look_at(self, path: Path) -> None:
+        """Nobody need wait to find out that there is no daemon, or that it is not for this user."""
+        if not os.path.exists(path):
+            self.core.set_link(Link.DOWN)
+        elif not os.access(path, os.W_OK):
+            self.core.refused(Forbidden(f"ipc://{path} is not for this user: see its group"))
 
     # --- for threads ---
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvd.protocol.endpoint import SYSTEM_SOCKET, is_default
-from kvd_client import Client, DaemonUnavailable, KvdError
+from kvd_client import Client, DaemonUnavailable, Forbidden, KvdError
 from kvd_ctl.notation import parse_tokens
 from kvd_ctl.text import load_tokenizer
 
@@ -78,7 +78,10 @@ def failures() -> Iterator[None]:
 
 
 def check_listening(endpoint: str) -> None:
-    """Raises DaemonUnavailable at once where nobody listens: a client would wait for a start."""
+    """Raises DaemonUnavailable at once where nobody listens: a client would wait for a start.
+
+    Raises Forbidden where this user may not connect.
+    """
     if not endpoint.startswith("ipc://"):
         return
     with socket.socket(socket.AF_UNIX) as probe:
@@ -87,6 +90,8 @@ def check_listening(endpoint: str) -> None:
             probe.connect(endpoint.removeprefix("ipc://"))
         except BlockingIOError:
             pass  # somebody does, and is busy
+        except PermissionError as error:
+            raise Forbidden(f"{endpoint} is not for this user: see its group") from error
         except OSError as error:
             message = f"kvd does not listen on {endpoint}: {error.strerror}"
             if is_default(endpoint):

@@ -21,6 +21,7 @@ from kvd.protocol.units import ByteSize, decode_size
 from kvd_client import (
     ConfigError,
     DaemonUnavailable,
+    Forbidden,
     KvdError,
     StatusReply,
     TierStatus,
@@ -62,6 +63,7 @@ class Wanted:
 
     directory: Path
     data_directory: Path
+    memory_directory: Path
     memory_bytes: int
     memory_left_bytes: int
     disk_bytes: int
@@ -84,8 +86,8 @@ def _findings(answer: StatusReply | KvdError, config: Config) -> Iterator[Findin
     status = answer if isinstance(answer, StatusReply) else None
     yield daemon(answer)
     wanted = wants(config, status)
-    yield shared_memory(wanted.directory, wanted.memory_bytes, wanted.memory_left_bytes)
-    yield huge_pages(wanted.directory)
+    yield shared_memory(wanted.memory_directory, wanted.memory_bytes, wanted.memory_left_bytes)
+    yield huge_pages(wanted.memory_directory)
     yield memory_limit(control_groups(status.pid if status else None), wanted.memory_bytes)
     yield disk(wanted.data_directory, wanted.disk_bytes)
     yield from permissions(wanted, socket_path(config.resolved_endpoint))
@@ -103,6 +105,9 @@ def daemon(answer: StatusReply | KvdError) -> Finding:
             return Finding("ok", "daemon", f"kvd {answer.version}, pid {answer.pid}, answers")
         case DaemonUnavailable():
             return Finding("warn", "daemon", str(answer), "start it: kvd, or systemctl start kvd")
+        case Forbidden():
+            advice = "its [ipc], [operator] and [[clients]] say who may ask it"
+            return Finding("bad", "daemon", str(answer), advice)
         case _:
             return Finding("bad", "daemon", str(answer), "see its log, and whether it is stopped")
 
@@ -113,20 +118,30 @@ def wants(config: Config, status: StatusReply | None) -> Wanted:
     Raises ConfigError.
     """
     directory, data_directory = config.resolved_directory, config.resolved_data_directory
+    memory_directory = _memory_directory(config)
     if status is not None:
         hosts = [tier for tier in status.tiers if tier.name.startswith(HOST)]
         disks = [tier for tier in status.tiers if tier.survives and tier not in hosts]
         return Wanted(
             directory,
             data_directory,
+            memory_directory,
             memory_bytes=sum(tier.capacity_bytes for tier in hosts),
             memory_left_bytes=sum(max(0, _left(tier)) for tier in hosts),
             disk_bytes=sum(max(0, _left(tier)) for tier in disks),
         )
-    default = default_capacity(file_system_bytes(directory))
+    default = default_capacity(file_system_bytes(memory_directory))
     memory_bytes = sum(_capacity(tier) or default for tier in config.tiers if _is_host(tier))
     disk_bytes = sum(_capacity(tier) for tier in config.tiers if not _is_host(tier))
-    return Wanted(directory, data_directory, memory_bytes, memory_bytes, disk_bytes)
+    return Wanted(
+        directory, data_directory, memory_directory, memory_bytes, memory_bytes, disk_bytes
+    )
+
+
+def _memory_directory(config: Config) -> Path:
+    """Where the pages of the first tier in shared memory lie."""
+    first = next(filter(_is_host, config.tiers), {})
+    return Path(first.get("directory") or config.resolved_directory)
 
 
 def _left(tier: TierStatus) -> int:
@@ -163,12 +178,12 @@ def shared_memory(directory: Path, wanted_bytes: int, left_bytes: int) -> Findin
     if wanted_bytes > size:
         advice = "enlarge it (a container: --shm-size=8g), or lower capacity_bytes of the host tier"
         return Finding("bad", "shared memory", found, advice)
-    if size < SMALL_BYTES:
-        return Finding("warn", "shared memory", found, "it is small: --shm-size=8g in a container")
     if free < left_bytes:
         return Finding(
             "warn", "shared memory", found, "others have filled it: see df, kvd-ctl purge"
         )
+    if size < SMALL_BYTES:
+        return Finding("warn", "shared memory", found, "it is small: --shm-size=8g in a container")
     return Finding("ok", "shared memory", found)
 
 
@@ -225,7 +240,8 @@ def disk(directory: Path, wanted_bytes: int) -> Finding:
 
 def permissions(wanted: Wanted, endpoint: Path) -> Iterator[Finding]:
     """Whether nobody else can write where kvd trusts what it finds."""
-    for path in (wanted.directory, wanted.data_directory, endpoint):
+    places = (wanted.directory, wanted.memory_directory, wanted.data_directory, endpoint)
+    for path in dict.fromkeys(places):
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:

@@ -9,17 +9,18 @@ import fcntl
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from kvd.arena.membership import close_in_child
-from kvd.protocol.errors import AlreadyRunning, ConfigError, TierFailed
+from kvd.protocol.errors import AlreadyRunning, ConfigError
 
 
 class OwnerLock:
     """An exclusive lock for as long as its owner lives; the kernel frees it with the process."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """Raises AlreadyRunning where somebody else owns `what`, ConfigError, TierFailed."""
+        """Raises AlreadyRunning where somebody else owns `what`, ConfigError."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except OSError as error:
@@ -35,14 +36,9 @@ class OwnerLock:
                 why = f"another kvd (pid {owner or '?'}) owns {what}"
             raise AlreadyRunning(why) from error
         close_in_child(self)
-        try:
+        with suppress(OSError):  # where a volume is full: the lock counts, this only tells of it
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
-            self.close()
-            raise TierFailed(
-                f"{path} cannot be written: {error.strerror}: make room, or choose another place"
-            ) from error
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,16 +34,19 @@ def is_default(endpoint: str) -> bool:
 def client_endpoint() -> str:
     """Where a client looks: as the daemon does, and then at the system's service.
 
-    Refuses a default place that belongs to another user, who would be trusted with our memory
-    (ConfigError).
+    Makes a default place where there is none. Refuses one that belongs to another user, who would
+    be trusted with our memory (ConfigError).
     """
     endpoint = default_endpoint()
     if not is_default(endpoint):
         return endpoint
     path = socket_path(endpoint)
-    if not path.exists():
-        return f"ipc://{SYSTEM_SOCKET}" if SYSTEM_SOCKET.exists() else endpoint
-    if path.parent.stat().st_uid != os.getuid():
+    # By os.path, for which what may not be seen is not there.
+    if not os.path.exists(path) and SYSTEM_SOCKET.exists():
+        return f"ipc://{SYSTEM_SOCKET}"
+    with suppress(OSError):  # before another user does, and listens there
+        path.parent.mkdir(mode=0o700)
+    if os.path.lexists(path.parent) and path.parent.lstat().st_uid != os.getuid():
         raise ConfigError(f"{path.parent} belongs to another user: set KVD_ENDPOINT")
     return endpoint
 

@@ -49,7 +49,8 @@ LEAST_CAPACITY = 4 << 20
 
 
 class LmdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Defaults: a quarter of what the volume has free, at most 8 GiB, in the data directory.
+    """Defaults: a quarter of what the volume has free, but a 64th of its size at least, and at
+    most 8 GiB, in the data directory.
 
     `free_floor_bytes` of the volume are left to others. `nosync`: transactions are not synced, and
     a power loss empties the tier. `writemap`: write through the map where the file system allows.
@@ -80,8 +81,7 @@ class LmdbTier(StoreTier):
         self._lock: OwnerLock | None = None
 
     def _check_capacity(self) -> None:
-        found = os.statvfs(_existing(self.directory))
-        size = found.f_blocks * found.f_frsize
+        size = _volume_bytes(self.directory)
         if not LEAST_CAPACITY <= self.capacity_bytes <= size:
             raise ConfigError(
                 f"tiers, type lmdb: a capacity of {format_bytes(self.capacity_bytes)} cannot be "
@@ -209,9 +209,17 @@ def _folder_name(layout: Layout) -> str:
 
 
 def _default_capacity(directory: Path) -> int:
-    """By what was free at the first start: what the tier has since then taken counts as free."""
+    """By what was free at the first start: what the tier has since then taken counts as free.
+
+    Of a volume that is full it is a little, to be had when there is room again.
+    """
     free = free_bytes(_existing(directory)) + disk_bytes(directory)
-    return min(free // 4, DEFAULT_CAPACITY)
+    return min(max(free // 4, _volume_bytes(directory) // 64), DEFAULT_CAPACITY)
+
+
+def _volume_bytes(directory: Path) -> int:
+    found = os.statvfs(_existing(directory))
+    return found.f_blocks * found.f_frsize
 
 
 def _existing(directory: Path) -> Path:

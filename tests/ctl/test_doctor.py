@@ -21,7 +21,7 @@ TIB = 1 << 40
 
 
 def wanted_in(directory: Path) -> Wanted:
-    return Wanted(directory, directory, 0, 0, 0)
+    return Wanted(directory, directory, directory, 0, 0, 0)
 
 
 def findings(daemon: RunningDaemon) -> dict[str, str]:
@@ -109,6 +109,11 @@ def test_without_a_daemon_the_configuration_says_what_is_wanted(tmp_path: Path) 
     config = Config(tiers=(host, host, {"type": "lmdb", "capacity_bytes": "2GiB"}))
     wanted = doctor.wants(config, None)
     assert (wanted.memory_bytes, wanted.disk_bytes) == (2 << 30, 2 << 30)
+
+
+def test_memory_is_looked_at_where_its_pages_lie() -> None:
+    config = Config(tiers=({"type": "lmdb"}, {"type": "host", "directory": "/run/kvd/pages"}))
+    assert doctor.wants(config, None).memory_directory == Path("/run/kvd/pages")
 
 
 def test_a_capacity_that_is_none_is_refused() -> None:

@@ -276,14 +276,17 @@ def test_a_volume_that_is_full_is_no_outage_and_later_it_is_used_again(tmpfs: Mo
         eventually(lambda: use_all(namespace) and count(client, "blocks_demoted") > saved + 16)
 
 
-def test_a_start_on_a_volume_that_is_full_serves_without_it(tmpfs: Mount) -> None:
+def test_a_start_on_a_volume_that_is_full_serves_and_later_uses_it(tmpfs: Mount) -> None:
     volume = tmpfs("size=16m")
     document = small("12MiB")
     document["tiers"][1]["tier"]["directory"] = str(volume)
-    fill_up(volume)
+    filler = fill_up(volume)
     with tiers(document) as (_, client):
-        assert "No space left on device" in client.status().tiers[1].trouble
-        assert use(WIDE.open(client), SEQUENCES[0]) == 0
+        namespace = WIDE.open(client)
+        assert use(namespace, SEQUENCES[0]) == 0
+        eventually(lambda: "No space left on device" in client.status().tiers[1].trouble)
+        filler.unlink()
+        eventually(lambda: use_all(namespace) and count(client, "blocks_demoted") >= 16)
 
 
 def test_what_a_start_has_no_room_to_serve_is_there_for_the_next(tmpfs: Mount) -> None:

@@ -81,15 +81,29 @@ def test_a_client_finds_the_service_of_the_system(said: dict[str, str], expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("listens", [True, False])
 def test_a_default_place_of_another_user_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    listens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also one where nobody listens yet."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvd.protocol.endpoint.SYSTEM_SOCKET", tmp_path / "nonesuch")
     (tmp_path / "kvd").mkdir()
-    (tmp_path / "kvd/kvd.sock").touch()
+    if listens:
+        (tmp_path / "kvd/kvd.sock").touch()
     os.chown(tmp_path / "kvd", 65534, 65534)
     with pytest.raises(ConfigError, match=r"another user.*KVD_ENDPOINT"):
         client_endpoint()
+
+
+def test_a_default_place_where_nobody_is_becomes_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody else can listen there later, who would be trusted."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("kvd.protocol.endpoint.SYSTEM_SOCKET", tmp_path / "nonesuch")
+    assert client_endpoint() == f"ipc://{tmp_path}/kvd-{os.getuid()}/kvd.sock"
+    assert (tmp_path / f"kvd-{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_place_that_was_said_is_not_our_choice(monkeypatch: pytest.MonkeyPatch) -> None:

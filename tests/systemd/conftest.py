@@ -50,7 +50,7 @@ python/bin/python3.{sys.version_info.minor} -m venv --without-pip venv
 cd venv/lib/*/site-packages
 printf '%s\\n' {" ".join(map(str, places().values()))} > kvd.pth
 cd /opt/kvd
-for package in kvd kvd_ctl; do
+for package in kvd kvd_ctl kvd_infer; do
     script=venv/bin/${{package/_/-}}
     printf '#!{PYTHON}\\nfrom %s.__main__ import main\\nmain()\\n' $package > $script
     chmod +x $script
@@ -69,14 +69,15 @@ from tests.e2e.support import *
 class Box:
     """A machine of its own, with systemd; what is run there is run by root."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: str) -> None:
+        """With `more` options of systemd-box."""
         outside = {p: seen for p, seen in places().items() if not p.is_relative_to(ROOT)}
         binds = {sys.base_prefix: "/opt/kvd/python", ROOT: SOURCE} | outside
         options = [
             option for place, seen in binds.items() for option in ("--bind", f"{place}:{seen}")
         ]
         self._process = subprocess.Popen(
-            ["bash", BOX, *options, ROOT, "--", sys.executable, "-m", "tests.systemd.agent"],
+            ["bash", BOX, *more, *options, ROOT, "--", sys.executable, "-m", "tests.systemd.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -147,8 +148,9 @@ class Box:
 
 
 @pytest.fixture(scope="module")
-def box() -> Iterator[Box]:
-    box = Box()
+def box(request: pytest.FixtureRequest) -> Iterator[Box]:
+    """With the options that its module has as BOX_OPTIONS."""
+    box = Box(*getattr(request.module, "BOX_OPTIONS", ()))
     try:
         box.run("bash", "-c", MAKE_ENVIRONMENT)
         box.ctl("install")

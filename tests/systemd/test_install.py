@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.systemd.conftest import BINARIES, UNITS, Box
+from tests.systemd.test_service import ALL, CONFIGURATION, MATCH, STORE
 
 HUGE = """
 endpoint = "ipc:///run/kvd.sock"
@@ -28,12 +29,17 @@ def test_a_kvd_that_the_service_would_not_see_is_not_installed(box: Box) -> None
 
 
 def test_memory_on_huge_pages_is_used(box: Box) -> None:
-    box.write("/etc/kvd/kvd.toml", HUGE)
+    box.write(CONFIGURATION, HUGE)
     if box.try_("systemctl", "enable", "--now", "run-kvd-pages.mount").returncode:
         pytest.skip("this kernel has no tmpfs with huge=within_size")
     box.run("systemctl", "start", "kvd.service")
     assert box.run("stat", "-c", "%U:%G %a", "/run/kvd/pages") == "kvd:kvd 750"
-    assert box.run("ls", "/run/kvd/pages") == "host.lock"
+    box.engine(STORE)
+    box.run("systemctl", "restart", "kvd.service")
+    assert box.engine(MATCH) == ALL
+    assert "ok   huge pages: memory comes in pages of 2MiB" in box.ctl(
+        "doctor", "--config", CONFIGURATION
+    )
 
 
 def test_uninstalled_it_is_gone(box: Box) -> None:

@@ -133,6 +133,13 @@ def test_the_default_does_not_shrink_by_what_the_tier_has_taken(tmpfs: Mount) ->
     assert LmdbTier(config, small).capacity_bytes == tier.capacity_bytes
 
 
+def test_the_default_on_a_full_volume_is_a_little(tmpfs: Mount) -> None:  # noqa: F811
+    full = tmpfs("size=256m")
+    with (full / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, 256 * MIB)
+    assert LmdbTier(LmdbConfig(), full).capacity_bytes == 4 * MIB
+
+
 def test_the_default_has_a_bound(tmp_path: Path) -> None:
     assert LmdbTier(LmdbConfig(), tmp_path).capacity_bytes <= DEFAULT_CAPACITY
 
