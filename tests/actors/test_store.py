@@ -139,6 +139,7 @@ async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
         await until(lambda: cache.actor.counters["write_failures"] > 0)
         set_faults(shm, Faults.NONE)
         await until(lambda: not cache.actor.trouble)
+        await cache.actor.settle()
         assert cache.actor.tier.stores() == []
         await cache.actor.sync()
 
