@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PART ?=
 ROUNDS ?=
+# How `test` runs all there is: on all cores, a file on one of them; each wants about a gigabyte.
+ALL := --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 # How long `fuzz` runs. The same SEED says the same, in `fuzz` and `stress`.
 SECONDS ?= 60
 SEED ?=
@@ -41,7 +43,7 @@ demo: $(DEMO_STAMP)
 	@$(BIN)/python -m demo
 
 test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(or $(ARGS),$(ALL))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -32,6 +32,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 MADE_ONCE = {"recall_dir", "smollm2_dir"}
 SECONDS_TO_MAKE = 900
 
+# What is in these folders takes longest and comes first, so that no core waits for it at the end.
+LONG = {"bench", "demo", "e2e", "infer", "stress", "systemd"}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """What a daemon keeps where nothing else is said goes with the run, as killed ones' does.
@@ -49,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if MADE_ONCE.intersection(fixtures) and not item.get_closest_marker("timeout"):
