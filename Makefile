@@ -42,6 +42,8 @@ help:
 demo: $(DEMO_STAMP)
 	@$(BIN)/python -m demo
 
+# Tests start thousands of Pythons: what one has compiled, the others need not.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	$(BIN)/pytest $(or $(ARGS),$(ALL))
 
