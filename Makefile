@@ -11,7 +11,7 @@ ARGS ?=
 PART ?=
 ROUNDS ?=
 # How `test` runs all there is: on all cores, a file on one of them; each wants about a gigabyte.
-ALL := --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+ALL := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 # How long `fuzz` runs. The same SEED says the same, in `fuzz` and `stress`.
 SECONDS ?= 60
 SEED ?=

@@ -30,6 +30,7 @@ BLOCK = LAYOUT.block_size
 EXTENT_PAGES = 32
 PATIENCE_SECONDS = 30.0
 UNUSED = {"unbacked", "free"}
+_held: list[socket.socket] = []
 
 # Fast, since tests wait for what happens at a heartbeat or a sweep.
 SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 60.0}
@@ -143,10 +144,13 @@ def pages_in(client: Client, state: str) -> int:
 
 
 def free_port() -> int:
-    """One of this machine's on which nobody listened just now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """One of this machine's that nobody is given by chance for as long as this process lives."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # whoever names it may listen there
+    _held.append(held)
+    port: int = held.getsockname()[1]
+    return port
 
 
 def anonymous_bytes(pid: int) -> int:
