@@ -37,9 +37,9 @@ LONG = {"bench", "demo", "e2e", "infer", "stress", "systemd"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What a daemon keeps where nothing else is said goes with the run, as killed ones' does.
+    """What a daemon keeps on disk where nothing else is said goes with the run.
 
-    The models that the demo made stay where they are.
+    So does what runs left that were killed. The models that the demo made stay where they are.
     """
     remove_leftovers()
     models = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvd-models"
