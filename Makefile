@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PART ?=
 ROUNDS ?=
+# How `test` runs all there is: on all cores, a file on one of them; each wants about a gigabyte.
+ALL := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 # How long `fuzz` runs. The same SEED says the same, in `fuzz` and `stress`.
 SECONDS ?= 60
 SEED ?=
@@ -40,8 +42,10 @@ help:
 demo: $(DEMO_STAMP)
 	@$(BIN)/python -m demo
 
+# Tests start thousands of Pythons: what one has compiled, the others need not.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(or $(ARGS),$(ALL))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

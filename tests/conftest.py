@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 
 import demo  # noqa: F401 - sets what torch and transformers read when they are imported
+from kvd.testing.places import own_place
+from tests.leftovers import remove_leftovers
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -26,20 +28,31 @@ hypothesis.settings.load_profile("kvd")
 # A shell that starts the suite in the background has it ignore interrupts, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What a daemon keeps on disk where nothing else is said goes with the suite.
-# The models that the demo made stay where they are.
-_models = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvd-models"
-_models.mkdir(parents=True, exist_ok=True)
-_cache = tempfile.TemporaryDirectory(prefix="kvd-test-cache-")
-(Path(_cache.name) / "kvd-models").symlink_to(_models)
-os.environ["XDG_CACHE_HOME"] = _cache.name
-
 # The first test that asks for one of these waits until the model is made: once per machine.
 MADE_ONCE = {"recall_dir", "smollm2_dir"}
 SECONDS_TO_MAKE = 900
 
+# What is in these folders takes longest and comes first, so that no core waits for it at the end.
+LONG = {"bench", "demo", "e2e", "infer", "stress", "systemd"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What a daemon keeps on disk where nothing else is said goes with the run.
+
+    So does what runs left that were killed. The models that the demo made stay where they are.
+    """
+    remove_leftovers()
+    models = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvd-models"
+    models.mkdir(parents=True, exist_ok=True)
+    resources = ExitStack()
+    config.add_cleanup(resources.close)
+    cache = resources.enter_context(own_place())
+    (cache / "kvd-models").symlink_to(models)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if MADE_ONCE.intersection(fixtures) and not item.get_closest_marker("timeout"):

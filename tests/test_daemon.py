@@ -48,7 +48,11 @@ Ask = Callable[[AnyRequest, bytes | None], Awaitable[AnyReply]]
 
 
 def config(base: Path, name: str = "kvd", **sections: Any) -> Config:
-    own = {"endpoint": f"ipc://{base}/{name}.sock", "directory": f"{base}/{name}"}
+    own = {
+        "endpoint": f"ipc://{base}/{name}.sock",
+        "directory": f"{base}/{name}",
+        "data_directory": f"{base}/{name}.data",
+    }
     return parse(settings() | own | sections)
 
 

@@ -119,6 +119,8 @@ class StoreActor:
         self._changed = changed
         self._moved = moved
         self._layouts: dict[Layout, _Kept] = {}
+        # Of these the tier still has a store though it should not.
+        self._unremoved: set[Layout] = set()
         self._most_bytes: dict[Layout, int] = {}
         self._jobs: deque[Job] = deque()
         self._new_job = anyio.Event()
@@ -323,6 +325,9 @@ class StoreActor:
         """Where there is no room for one layout, the others go on; it is tried again later."""
         if self._layouts.get(info.layout) is not kept:  # its removal follows
             return
+        if info.layout in self._unremoved:
+            kept.why = "what was removed is still there"
+            return
         if isinstance(made, TierFailed):
             kept.why = made.message
             self._note(made, reads=False, writes=False)
@@ -379,7 +384,15 @@ class StoreActor:
         if self._layouts.pop(layout, None) is not None:
             self.state.record_bytes.pop(layout, None)
             self.state.unknown_bytes.pop(layout, None)
-            self.submit(self._remove_made, layout)
+            self._submit_remove(layout)
+
+    def _submit_remove(self, layout: Layout) -> Job:
+        return self.submit(
+            self._remove_made,
+            layout,
+            then=lambda _: self._unremoved.discard(layout),
+            otherwise=lambda: self._unremoved.add(layout),
+        )
 
     def _remove_made(self, layout: Layout) -> None:
         if (store := self._made(layout)) is not None:
@@ -402,7 +415,7 @@ class StoreActor:
         jobs = [self.submit(store.sync) for store in self.stores]
         for job in jobs:
             await self.finish(job)
-        if any(kept.undeleted for kept in self._layouts.values()):
+        if self._unremoved or any(kept.undeleted for kept in self._layouts.values()):
             raise TierFailed(f"tier {self.name} could not forget all blocks: {self.trouble}")
 
     def check_layouts(self) -> None:
@@ -456,7 +469,8 @@ class StoreActor:
 
     async def _works(self) -> bool:
         layouts = list(self._layouts.values())
-        jobs = [self.submit(kept.delete_again) for kept in layouts if kept.undeleted]
+        jobs = [self._submit_remove(layout) for layout in self._unremoved]
+        jobs += [self.submit(kept.delete_again) for kept in layouts if kept.undeleted]
         jobs += [self.submit(store.write_note, b"probe", b"") for store in self.stores]
         for job in jobs:
             await job.done.wait()

@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from typing import Any
 
 from kvd.config import parse
 from kvd.protocol.errors import KvdError
+from kvd.testing.places import own_place
 
 # Generous: what it bounds is a daemon that hangs, on however busy a machine.
 PATIENCE_SECONDS = 60.0
@@ -155,8 +154,7 @@ def running_daemon(document: Mapping[str, Any] | None = None) -> Iterator[Runnin
     unless it names them. Raises ConfigError or DaemonFailed, also where the daemon, if it still
     runs at the end, does not stop with exit status 0.
     """
-    base = Path(tempfile.mkdtemp(prefix="kvd-test-", dir=_shared_memory()))
-    try:
+    with own_place() as base:
         daemon = RunningDaemon(document or {}, base)
         try:
             daemon.start()
@@ -165,8 +163,6 @@ def running_daemon(document: Mapping[str, Any] | None = None) -> Iterator[Runnin
                 raise DaemonFailed(f"kvd stopped with exit status {status}: {daemon.log}")
         finally:
             daemon.close()
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
@@ -182,7 +178,3 @@ def _value(value: Any) -> str:
             return "[" + ", ".join(map(_value, value)) + "]"
         case _:
             return json.dumps(value)  # strings, numbers and booleans are written alike
-
-
-def _shared_memory() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None

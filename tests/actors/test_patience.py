@@ -15,7 +15,7 @@ from tests.e2e.support import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-STILL_SECONDS = 0.05
+STILL_SECONDS = 1.0
 
 
 class Hanging:
@@ -80,19 +80,20 @@ async def test_a_call_that_stands_still_is_left_and_one_that_moves_is_not(
     hanging: Hanging,
 ) -> None:
     moving, still = Patience("the one"), Patience("the other")
-    is_left = threading.Event()
+    has_moved = threading.Event()
 
     def move() -> str:
-        while not is_left.is_set():
-            moving.moved(STILL_SECONDS)
-        return "done"
+        moving.moved(PATIENCE_SECONDS)
+        has_moved.set()
+        return hanging()
 
     async def call() -> None:
         assert await moving.call(move, still_seconds=STILL_SECONDS) == "done"
 
     async with create_task_group() as tasks:
         tasks.start_soon(call)
+        await until(has_moved.is_set)
         with pytest.raises(TierFailed):
             await still.call(hanging, still_seconds=STILL_SECONDS)
-        is_left.set()
+        hanging.go.set()
     moving.check()

@@ -104,9 +104,8 @@ async def test_no_part_keeps_a_section_of_before(shm: Path) -> None:  # noqa: F8
         before = [daemon.config.cache, daemon.config.sessions, daemon.config.limits]
         await daemon.reload()
         gc.collect()
-        for section in before:
-            holders = [each for each in gc.get_referrers(section) if each is not before]
-            assert [each for each in holders if not isinstance(each, FrameType)] == []
+        holders = [each for each in gc.get_referrers(*before) if each is not before]
+        assert [each for each in holders if not isinstance(each, FrameType)] == []
 
 
 async def test_what_was_made_of_a_value_is_made_anew(shm: Path) -> None:  # noqa: F811

@@ -161,8 +161,29 @@ async def test_what_could_not_be_deleted_of_a_layout_goes_with_its_store(
         await until(lambda: cache.actor.counters["write_failures"] > 0)
         set_faults(shm, Faults.NONE)
         await until(lambda: not cache.actor.trouble)
+        await cache.actor.settle()
         assert cache.actor.tier.stores() == []
         await cache.actor.sync()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_store_that_could_not_be_removed_goes_before_another_is_made(
+    start: Any,
+    shm: Path,  # noqa: F811
+) -> None:
+    async with start(ON_DEMAND, FAULTY) as cache:
+        await cache.store(TOKENS, on_disk=True)
+        old = cache.records
+        set_faults(shm, Faults.GONE)
+        cache.actor.remove_store(LAYOUT)
+        cache.actor.prepare(cache.space.info)
+        await cache.actor.settle()
+        with pytest.raises(TierFailed):
+            await cache.actor.sync()
+        set_faults(shm, Faults.NONE)
+        await until(lambda: not cache.actor.trouble)
+        assert cache.actor.tier.stores() == [cache.records] != [old]
+        assert cache.keys_on_disk() == []
 
 
 async def test_of_namespaces_that_made_place_no_notes_are_left(start: Any) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from kvd.testing.places import own_place
 
 if TYPE_CHECKING:
     from signal import Signals
@@ -23,9 +23,8 @@ WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """A private directory on /dev/shm."""
-    directory = Path(tempfile.mkdtemp(prefix="kvd-test-", dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
+    with own_place() as directory:
+        yield directory
 
 
 @pytest.fixture

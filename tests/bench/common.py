@@ -207,6 +207,7 @@ def running_daemon(
     config.write_text(
         f'endpoint = "ipc://{sockets}/kvd.sock"\n'
         f'directory = "{own}/daemon"\n'
+        f'data_directory = "{own}/data"\n'
         "[log]\n"
         'level = "warning"\n'
         "[[tiers]]\n"

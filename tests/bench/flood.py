@@ -57,7 +57,7 @@ class Latency(Struct, frozen=True):
 
 
 def flood(bench: Bench) -> Iterator[Row]:
-    num_cycles = bench.pick(NUM_CYCLES, 300)
+    num_cycles = bench.pick(NUM_CYCLES, 30)
     found: dict[str, tuple[Latency, Latency]] = {}
     for kind in FLOODS:
         with (

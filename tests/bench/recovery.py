@@ -42,7 +42,7 @@ Fill: TypeAlias = Callable[[Path, ByteSize, int], None]
 
 
 def recovery(bench: Bench) -> Iterator[Row]:
-    sizes = [bench.pick(1 << place, 1 << place - 10) for place in (18, 19, 20)]
+    sizes = [256, 512] if bench.tiny else [1 << place for place in (18, 19, 20)]
     for name, layout, fill in (("memory", IN_MEMORY, _to_memory), ("disk", ON_DISK, _to_disk)):
         capacity = ByteSize(4 * sizes[-1] * layout.page_bytes + (64 << 20))
         found = []

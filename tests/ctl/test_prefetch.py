@@ -10,7 +10,7 @@ import pytest
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd.testing.faults import Faults, set_faults
 from tests.ctl.conftest import run_here
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, store, tokens_of, with_store
+from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, NUM_PAGES, store, tokens_of, with_store
 
 if TYPE_CHECKING:
     from kvd_client import Client, Namespace
@@ -37,8 +37,7 @@ def number(namespace: Namespace) -> int:
     client = namespace.client
     store(namespace, TOKENS)
     client.checkpoint()
-    tier = client.status().tiers[0]
-    with namespace.match([], reserve_tokens=sum(tier.pages.values()) * BLOCK):
+    with namespace.match([], reserve_tokens=NUM_PAGES * BLOCK):
         assert num_in_memory(client) == 0
     spaces = client.status().namespaces
     return next(each.namespace for each in spaces if each.salt == namespace.salt)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, store, tokens_of
+from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, NUM_PAGES, store, tokens_of
 
 if TYPE_CHECKING:
     from kvd_client import Client, Namespace
@@ -117,8 +117,7 @@ def test_a_prompt_that_leaves_the_tree_is_told_where(number: int, ctl: Ctl, ask:
 
 
 def test_what_was_evicted_is_said_to_be(number: int, namespace: Namespace, ctl: Ctl) -> None:
-    tier = namespace.client.status().tiers[0]
-    with namespace.match([], reserve_tokens=sum(tier.pages.values()) * BLOCK):
+    with namespace.match([], reserve_tokens=NUM_PAGES * BLOCK):
         pass
     assert f"evicted not long ago: the next {len(LONG)} tokens" in ctl(
         "explain", number, listed(LONG)

@@ -28,8 +28,10 @@ OPAQUE = replace(LAYOUT, order="opaque", layer_bytes=192, packing="a test's")
 LAYOUTS = (LAYOUT, PAGE_FIRST, OPAQUE)
 BLOCK = LAYOUT.block_size
 EXTENT_PAGES = 32
+NUM_PAGES = 4 * EXTENT_PAGES
 PATIENCE_SECONDS = 30.0
 UNUSED = {"unbacked", "free"}
+_held: list[socket.socket] = []
 
 # Fast, since tests wait for what happens at a heartbeat or a sweep.
 SESSIONS = {"heartbeat_seconds": 0.1, "sweep_seconds": 0.05, "silent_seconds": 60.0}
@@ -39,14 +41,14 @@ LMDB = {"type": "lmdb", "capacity_bytes": "16MiB", "free_floor_bytes": 0}
 FAULTY = {"type": "faulty", "tier": LMDB}
 
 
-def settings(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, Any]:
+def settings(num_pages: int = NUM_PAGES, **sections: Any) -> dict[str, Any]:
     """A configuration whose host tier has so many pages of LAYOUT; all of them can be used."""
     tier = {"type": "host", "capacity_bytes": capacity_of(num_pages)}
     cache = {"high_watermark": 1.0, "low_watermark": 1.0}
     return {"tiers": [tier], "sessions": SESSIONS, "cache": cache} | sections
 
 
-def with_store(num_pages: int = 4 * EXTENT_PAGES, **sections: Any) -> dict[str, Any]:
+def with_store(num_pages: int = NUM_PAGES, **sections: Any) -> dict[str, Any]:
     """The same with a small LMDB tier below, which takes all as soon as it is there.
 
     Its faults can be switched on.
@@ -143,10 +145,13 @@ def pages_in(client: Client, state: str) -> int:
 
 
 def free_port() -> int:
-    """One of this machine's on which nobody listened just now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """One of this machine's that nobody is given by chance for as long as this process lives."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # whoever names it may listen there
+    _held.append(held)
+    port: int = held.getsockname()[1]
+    return port
 
 
 def anonymous_bytes(pid: int) -> int:

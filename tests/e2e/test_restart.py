@@ -18,6 +18,7 @@ from tests.e2e.support import (
     BLOCK,
     IDENTITY,
     LAYOUT,
+    NUM_PAGES,
     SESSIONS,
     compute,
     eventually,
@@ -178,24 +179,24 @@ def test_a_restart_shorter_than_a_heartbeat_is_noticed() -> None:
         assert matched_again(namespace).is_open
 
 
-def test_a_killed_daemon_leaves_nothing_that_hinders_the_next(
-    daemon: RunningDaemon, client: Client, namespace: Namespace
-) -> None:
-    lease = namespace.match(tokens_of(1, 4), reserve_tokens=64 * BLOCK)
-    view = lease.write_arrays(lease.num_tokens, lease.num_tokens + BLOCK)
-    daemon.restart()
-    matched_again(namespace)
-    # What this process could still write through its old mapping waits for that to be gone.
-    assert held(client)["quarantined"] > 0
-    del view
-    eventually(lambda: held(client).keys() <= {"committed"})
-    # One arena, its table, what both are, and the file of the one session that is left.
-    eventually(
-        lambda: (
-            sorted(path.suffix for path in daemon.directory.iterdir() if path.suffix)
-            == [".about", ".arena", ".lock", ".lock", ".pages", ".session"]
+def test_a_killed_daemon_leaves_nothing_that_hinders_the_next() -> None:
+    with running_daemon(settings()) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
+        namespace = client.open(IDENTITY, LAYOUT)
+        lease = namespace.match(tokens_of(1, 4), reserve_tokens=64 * BLOCK)
+        view = lease.write_arrays(lease.num_tokens, lease.num_tokens + BLOCK)
+        daemon.restart()
+        matched_again(namespace)
+        # What this process could still write through its old mapping waits for that to be gone.
+        assert held(client)["quarantined"] > 0
+        del view
+        eventually(lambda: held(client).keys() <= {"committed"})
+        # One arena, its table, what both are, and the file of the one session that is left.
+        eventually(
+            lambda: (
+                sorted(path.suffix for path in daemon.directory.iterdir() if path.suffix)
+                == [".about", ".arena", ".lock", ".lock", ".pages", ".session"]
+            )
         )
-    )
 
 
 @pytest.mark.parametrize("name", ["notes.session", "x.arena", "0.pages"])
@@ -233,8 +234,8 @@ def test_a_call_under_way_ends_when_the_daemon_dies(
     daemon: RunningDaemon, client: Client, namespace: Namespace, program: Callable[..., Child]
 ) -> None:
     code = """
-lease = namespace.match(tokens_of(1, 4), reserve_tokens=128 * BLOCK)
-other = namespace.match(tokens_of(2, 4))
+lease, other = namespace.match([]), namespace.match([])
+lease.reserve(NUM_PAGES * BLOCK)
 print(len(lease.pages))
 try:
     other.reserve(BLOCK, timeout=3600)
@@ -242,7 +243,7 @@ except KvdError as error:
     print(type(error).__name__)
 """
     waiting = program(code)
-    assert waiting.says() == "128"
+    assert waiting.says() == str(NUM_PAGES)
     before = client.status().counters["requests"]
     eventually(lambda: client.status().counters["requests"] >= before + 5)
     daemon.kill()

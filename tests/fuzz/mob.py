@@ -188,7 +188,9 @@ def riot(daemon: RunningDaemon, seed: int, turns: Iterable[int]) -> Counter[str]
     What was answered, and how often. Of a fault the error tells what was said before.
     """
     observer, mob = Wire(daemon.endpoint), Mob(daemon.endpoint, seed)
-    observer.ask(DrainRequest(id=1, undo=True))  # which a mob of before may have begun
+    # A mob begins to drain again and again, which nobody could enter any more.
+    undo_drain = DrainRequest(id=1, undo=True)
+    observer.ask(undo_drain)
     before = anonymous_bytes(daemon.pid)
     try:
         with closing(Citizen(daemon.endpoint)) as citizen:
@@ -196,6 +198,7 @@ def riot(daemon: RunningDaemon, seed: int, turns: Iterable[int]) -> Counter[str]
                 mob.act()
                 if turn % 100 == 0:
                     observer.status()
+                    observer.ask(undo_drain)
         assert citizen.faults == []
         assert citizen.num_hits > 0
         mob.close()

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvd.protocol.errors import TierFailed
 from kvd.protocol.keys import Identity, NamespaceInfo
 from kvd.protocol.messages import Run
 from kvd.protocol.units import ByteSize
+from kvd.testing.places import own_place
 from kvd_tiers.host import SUFFIXES, HostConfig, HostTier
 from tests.arena.conftest import child, mount, shm  # noqa: F401 - fixtures
 from tests.e2e.support import EXTENT_PAGES, LAYOUT
@@ -427,8 +427,8 @@ def be_killed(arena: TierArena, backed: set[int], where: str) -> None:
 @settings(max_examples=60)
 def test_what_is_adopted_is_what_was_there(life: list[Step], where: str, row_bytes: int) -> None:
     backed: set[int] = set()
-    with TemporaryDirectory(prefix="kvd-test-", dir="/dev/shm") as directory:
-        with opened(Path(directory), 1) as tier:
+    with own_place() as directory:
+        with opened(directory, 1) as tier:
             arena = tier.create_arena(LAYOUT, row_bytes)
             for step in life:
                 do(arena, backed, step)
