@@ -116,7 +116,7 @@ class Connection:
 
         With keys it is by TCP.
         """
-        is_there = keys is not None or socket_path(endpoint).exists()
+        is_there = keys is not None or os.path.exists(socket_path(endpoint))
         self._on_attach = on_attach
         self.core = Core(name, self._link_changed, maps=maps)
         self._mutex = threading.RLock()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -56,7 +59,7 @@ def is_remote(endpoint: str) -> bool:
         return False
     _, _, port = endpoint.rpartition(":")
     if not re.fullmatch(r"tcp://[^/\s]+:\d+", endpoint) or int(port) > MAX_PORT:
-        raise ConfigError(f"endpoint {endpoint!r} is not tcp:// with an address and a port")
+        raise ConfigError(f"{endpoint!r} is not tcp:// with an address and a port")
     return True
 
 
@@ -71,7 +74,7 @@ def socket_path(endpoint: str) -> Path:
     kind, _, name = endpoint.partition("://")
     if kind != "ipc" or not name.startswith("/"):
         raise ConfigError(
-            f"endpoint {endpoint!r} is not ipc:// with an absolute path; "
+            f"{endpoint!r} is not ipc:// with an absolute path; "
             "TCP needs keys, and is served beside it: see tcp.endpoint"
         )
     if not name.isprintable():  # as are bytes that are no UTF-8
@@ -82,6 +85,24 @@ def socket_path(endpoint: str) -> Path:
             f"the system allows {MAX_IPC_PATH}: use a shorter one"
         )
     return Path(name)
+
+
+def check_socket(path: Path) -> None:
+    """Refuse what is there and is no socket: ZeroMQ would remove it (ConfigError)."""
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"{path} is there and is no socket")
+
+
+@contextmanager
+def connected(endpoint: str, timeout: float = 0.0) -> Iterator[socket.socket]:
+    """A connection to who listens on an ipc endpoint, of which nothing more is asked.
+
+    Raises OSError: ConnectionRefusedError where nobody does, BlockingIOError where he is too busy.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout)
+        connection.connect(str(socket_path(endpoint)))
+        yield connection
 
 
 def local_address(endpoint: str) -> tuple[str, int]:
