@@ -91,7 +91,7 @@ def check_listening(endpoint: str) -> None:
         pass  # somebody does, and is busy
     except PermissionError as error:
         raise Forbidden(
-            f"{endpoint} is for its user, and for the group that ipc.group names"
+            f"{error.strerror}: {endpoint} is for its user, and for the group of ipc.group"
         ) from error
     except OSError as error:
         message = f"kvd does not listen on {endpoint}: {error.strerror}"

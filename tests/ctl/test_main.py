@@ -213,7 +213,7 @@ def test_who_may_not_ask_is_told_who_may(tmp_path: Path) -> None:
         pytest.skip("only root can become another user")
     command = [sys.executable, "-c", AS_NOBODY, "ping", "--endpoint", f"ipc://{tmp_path}/kvd.sock"]
     line = complaint(subprocess.run(command, capture_output=True, text=True))
-    assert line.endswith("is for its user, and for the group that ipc.group names")
+    assert line.endswith("is for its user, and for the group of ipc.group")
 
 
 # Imports all it can as root, who alone may read this Python perhaps.
