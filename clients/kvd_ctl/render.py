@@ -45,7 +45,7 @@ FOLDED = {
     "begins with",
 }
 # But not to nothing.
-FOLDED_WIDTH = 12
+FOLDED_WIDTH = 6
 
 # What is printed are names of others: nothing in them is markup.
 console = Console(
