@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import logging
@@ -18,6 +19,8 @@ import kvd
 from kvd.protocol.errors import ConfigError, KvdError
 from kvd.protocol.units import format_bytes
 
+INTERRUPTED = 130
+
 try:
     import anyio
     import uvloop  # noqa: F401 - anyio asks for it by name
@@ -29,9 +32,11 @@ try:
     from kvd.logs import JsonFormatter, StormFilter, TextFormatter
 except ModuleNotFoundError as error:
     sys.exit(f"kvd: {error}: install kvd[daemon]")
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from kvd.config import Config, LogConfig
 
@@ -43,10 +48,14 @@ STORMS = StormFilter()
 def main() -> None:
     """Run kvd until SIGTERM or Ctrl-C.
 
-    Exit status 0, or with a line that says what was wrong 1, or 78 for its configuration.
+    Exit status 0, or with a line that says what was wrong 1, or 78 for its configuration; 130 for
+    a Ctrl-C before it began, or when it had stopped.
     """
     _open_standard_descriptors()
-    status = _run(_arguments())
+    try:
+        status = _run(_arguments())
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     if threading.active_count() > 1:  # one that hangs in a disk would keep the process for ever
         logging.shutdown()
         os._exit(status)
@@ -64,8 +73,9 @@ def _run(args: argparse.Namespace) -> int:
         loaded = _load(args)
         _set_up_logging(loaded.config.log)
         _raise_descriptor_limit()
-        flush = sdk.start("kvd", prometheus=bool(loaded.config.http.endpoint))
-        stop_by = anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
+        with loaded.naming_source():
+            flush = sdk.start("kvd", prometheus=bool(loaded.config.http.endpoint))
+            stop_by = anyio.run(_serve, loaded, backend_options={"use_uvloop": True})
         flush(stop_by)
     except KvdError as error:
         print(f"kvd: {error}", file=sys.stderr)
@@ -124,6 +134,8 @@ async def _serve(loaded: Loaded) -> float:
             told.set()
             if not ready.is_set():  # it has served nobody: there is nothing to save
                 running.cancel_scope.cancel()
+                # It may wait for a disk that hangs, whoever cancels it.
+                asyncio.get_running_loop().call_later(daemon.config.grace_seconds, _leave)
     return stop_by
 
 
@@ -136,12 +148,18 @@ async def _run_daemon(daemon: Daemon, ready: anyio.Event, told: anyio.Event) -> 
             for tier in daemon.tier_status()
         )
         with contextlib.suppress(OSError):  # nobody who reads, or a disk that is full
-            _say(f"kvd {kvd.__version__} is ready on {daemon.endpoint}; {tiers}")
+            _say(f"kvd {kvd.__version__} is ready on {_listed(daemon.places.endpoints)}; {tiers}")
         systemd.notify(READY=1, STATUS=daemon.summary())
         reports.start_soon(systemd.report, daemon.pulse, daemon.summary)
         ready.set()
         await told.wait()
         reports.cancel_scope.cancel()
+
+
+def _listed(endpoints: Mapping[str, str]) -> str:
+    """In short: that of requests, and behind a word each of the others."""
+    words = {key: key.removesuffix("endpoint").strip("._") for key in endpoints}
+    return ", ".join(f"{words[key]} {endpoint}".strip() for key, endpoint in endpoints.items())
 
 
 async def _until_told_to_stop(
@@ -156,6 +174,13 @@ async def _until_told_to_stop(
             logging.getLogger(kvd.__name__).info("%s: stopping", signal.Signals(number).name)
             reloads.cancel_scope.cancel()
             return
+
+
+def _leave() -> None:
+    """End the process as it stands."""
+    logging.getLogger(kvd.__name__).error("reason=left the start does not end: it is left")
+    logging.shutdown()
+    os._exit(0)
 
 
 async def _reload(daemon: Daemon, ready: anyio.Event) -> None:

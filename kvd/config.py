@@ -6,7 +6,8 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -36,6 +37,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 MIN_REQUEST_BYTES = 64 << 10
 MAX_REQUEST_BYTES = 1 << 40
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Of what is wrong, the key is told first."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +137,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.endpoint:
-            socket_path(self.endpoint)
+            with naming("operator.endpoint"):
+                socket_path(self.endpoint)
 
 
 class TcpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,10 +168,8 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserved_fraction: Fraction = 0.25
 
     def __post_init__(self) -> None:
-        try:
+        with naming(f"clients: {self.name}"):
             verbs_named(self.verbs)
-        except ConfigError as error:
-            raise ConfigError(f"clients: {self.name}: {error}") from error
         if not self.salts and "operator" not in self.verbs:
             raise ConfigError(
                 f"clients: {self.name} has no salts, so that it could open nothing; "
@@ -185,8 +194,10 @@ class EventConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffer_bytes: ByteSize = ByteSize(64 << 20)
 
     def __post_init__(self) -> None:
-        for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
-            check_local(endpoint)
+        for name in ("endpoint", "replay_endpoint"):
+            if endpoint := getattr(self, name):
+                with naming(f"events.{name}"):
+                    check_local(endpoint)
         if self.replay_endpoint and not self.endpoint:
             raise ConfigError("events: replay_endpoint without endpoint: nothing is published")
 
@@ -207,7 +218,8 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.endpoint:
-            local_address(self.endpoint)
+            with naming("http.endpoint"):
+                local_address(self.endpoint)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,8 +272,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"clients: two have the same {what}")
         if not self.tcp.endpoint:
             return
-        if not is_remote(self.tcp.endpoint):
-            raise ConfigError(f"tcp: endpoint {self.tcp.endpoint!r} is not tcp://")
+        with naming("tcp.endpoint"):
+            if not is_remote(self.tcp.endpoint):
+                raise ConfigError(f"{self.tcp.endpoint!r} is not tcp://")
         if not Path(self.tcp.server_key).is_absolute():
             raise ConfigError(
                 f"tcp: server_key {self.tcp.server_key!r} is no absolute path of a secret key: "
@@ -271,9 +284,32 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("tcp: without any [[clients]] nobody could come")
 
     @property
+    def endpoints(self) -> dict[str, str]:
+        """All that it listens at, by the keys that say so."""
+        found = {
+            "endpoint": self.resolved_endpoint,
+            "operator.endpoint": self.operator.endpoint,
+            "tcp.endpoint": self.tcp.endpoint,
+            "http.endpoint": self.http.endpoint,
+            "events.endpoint": self.events.endpoint,
+            "events.replay_endpoint": self.events.replay_endpoint,
+        }
+        return {key: endpoint for key, endpoint in found.items() if endpoint}
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where it is, by the keys that say so; what is empty there has its default here."""
+        return {
+            "endpoint": self.resolved_endpoint,
+            "directory": str(self.resolved_directory),
+            "data_directory": str(self.resolved_data_directory),
+        }
+
+    @property
     def resolved_endpoint(self) -> str:
         endpoint = self.endpoint or default_endpoint()
-        socket_path(endpoint)
+        with naming("endpoint"):
+            socket_path(endpoint)
         return endpoint
 
     @property
@@ -306,13 +342,12 @@ def convert(section: Mapping[str, Any], kind: type[S], source: str) -> S:
 
     Raises ConfigError, naming the source, the key and what it may be.
     """
-    try:
+    with naming(source):
         _check_keys(section, kind, "")
-        return msgspec.convert(section, kind, dec_hook=decode_size)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {reason(error, kind)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        try:
+            return msgspec.convert(section, kind, dec_hook=decode_size)
+        except msgspec.ValidationError as error:
+            raise ConfigError(reason(error, kind)) from error
 
 
 def type_of(kind: Any, key: str) -> Any:

@@ -11,17 +11,18 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin, CancelScope, create_task_group, current_time, to_thread
 
 from kvd.actors.feed import Feed
-from kvd.actors.http import Http
+from kvd.actors.http import Http, prometheus
 from kvd.actors.manager import Manager
 from kvd.actors.mover import Mover
 from kvd.actors.patience import Patience
+from kvd.actors.places import Places
 from kvd.actors.publisher import Publisher
 from kvd.actors.recovery import recover
 from kvd.actors.reload import Reloaded, Reloader
@@ -34,18 +35,18 @@ from kvd.actors.status import summary
 from kvd.actors.store import StoreActor
 from kvd.actors.tier import TierActor
 from kvd.arena.header import SharedHeader, create_header
-from kvd.arena.owner import OwnerLock, give, make_directory, private_directory, share
 from kvd.cache.stores import StoreState
-from kvd.config import Config
+from kvd.config import Config, naming
 from kvd.loading import Loaded
 from kvd.metrics import Metrics
-from kvd.protocol.endpoint import is_default, socket_path
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.tiers.base import MemoryTier, StoreTier, Tier
 from kvd.tiers.registry import load_tier
 from kvd.tiers.shelf import Shelf
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvd.protocol.messages import ConfigValue, TierStatus
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Daemon(AsyncContextManagerMixin):
         that entering goes on.
         """
         loaded = config if isinstance(config, Loaded) else Loaded(config or Config())
-        self._reloader = Reloader(loaded, check=Daemon)
+        self._reloader = Reloader(loaded, check=self._check_another)
         self._on_reload = [on_reload] if on_reload else []
         self._moved = moved
         # Random and never 0: the epoch of another start is another one, whatever the clock says.
@@ -107,23 +108,37 @@ class Daemon(AsyncContextManagerMixin):
         with loaded.naming_source():
             self.endpoint = self.config.resolved_endpoint
             self._listeners = listeners or {}
-            self._check_listeners()
-            self.directory = self.config.resolved_directory
-            self.data_directory = self.config.resolved_data_directory
+            self.places = Places(self.config, self._listeners)
+            self.directory = self.places.directory
+            self.data_directory = self.places.data_directory
             places = self.directory, self.data_directory
-            first, *below = tiers = [load_tier(section, *places) for section in self.config.tiers]
+            self._tiers = [load_tier(section, *places) for section in self.config.tiers]
+            first, *below = self._tiers
             if not isinstance(first, MemoryTier):
                 raise ConfigError(
-                    f"tiers: the first one has what clients map; {first.name} has none"
+                    f"tiers: the first one has what clients map; {first.name} has none: put "
+                    "another one before it"
                 )
         self.tier = first
-        _tell_apart(tiers)
+        _tell_apart(self._tiers)
         self.stores = [_as_store(tier) for tier in below]
 
     @property
     def config(self) -> Config:
         """What it goes by now."""
         return self._reloader.config
+
+    def check(self) -> None:
+        """Refuse what entering would, as far as that shows while nothing is changed.
+
+        Raises ConfigError.
+        """
+        self.places.check()
+        _check_tiers(self._tiers)
+        if self.config.events.endpoint:
+            self._media()
+        if self.config.http.endpoint:
+            prometheus()
 
     def listed(self) -> tuple[ConfigValue, ...]:
         """Every key of its configuration, with its value and where that comes from."""
@@ -137,6 +152,9 @@ class Daemon(AsyncContextManagerMixin):
         """
         return await self._reloader.reload()
 
+    def _check_another(self, loaded: Loaded) -> None:
+        Daemon(loaded, listeners=self._listeners).check()
+
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         with one_error():
@@ -145,12 +163,14 @@ class Daemon(AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None]:
+        disk = Patience(str(self.data_directory))
+        await disk.call(self.check, still_seconds=self.config.hang_seconds)
         with (
-            closing(await to_thread.run_sync(self._own_endpoints)),
-            closing(self._own_directory()),
+            closing(await to_thread.run_sync(self.places.own_endpoints)),
+            closing(self.places.own_directory()),
             closing(
-                await Patience(str(self.data_directory)).call(
-                    self._own_data_directory, still_seconds=self.config.hang_seconds
+                await disk.call(
+                    self.places.own_data_directory, still_seconds=self.config.hang_seconds
                 )
             ),
         ):
@@ -182,7 +202,7 @@ class Daemon(AsyncContextManagerMixin):
             for number, store in enumerate(self.stores, 1)
         ]
         self._manager = manager = Manager(self.config, tier, header, stores, changed)
-        files = SequenceFiles(self.directory, self.config.resolved_data_directory)
+        files = SequenceFiles(self.directory, self.data_directory)
         sequences = Sequences(files, self.config.limits)
         mover = Mover(self.config.cache, manager, sequences, stores)
         scrubber = Scrubber(self.config.cache, manager, mover, stores)
@@ -286,7 +306,9 @@ class Daemon(AsyncContextManagerMixin):
         media = [known.get(self.tier.name, "CPU")]
         media += [known.get(store.name, "DISK") for store in self.stores]
         if len(set(media)) < len(media):
-            raise ConfigError(f"events: tiers are called alike, {', '.join(media)}: set media")
+            raise ConfigError(
+                f"events: tiers are called alike, {', '.join(media)}: set events.media"
+            )
         return media
 
     def tier_status(self) -> tuple[TierStatus, ...]:
@@ -301,70 +323,6 @@ class Daemon(AsyncContextManagerMixin):
         """Return when requests have been looked for once more; never, where they are not."""
         await self._router.pulse()
 
-    def _check_listeners(self) -> None:
-        """What others listen on for it must be where it would listen, its endpoint among them."""
-        config = self.config
-        if not self._listeners:
-            return
-        wanted = {self.endpoint, config.operator.endpoint, config.tcp.endpoint}
-        if self.endpoint not in self._listeners or self._listeners.keys() - wanted:
-            raise ConfigError(
-                f"endpoint: it is {self.endpoint}, and what was given listens on "
-                f"{', '.join(self._listeners)}: make them one"
-            )
-
-    def _own_endpoints(self) -> ExitStack:
-        """Their locks: all of them, or none."""
-        endpoints = {
-            "endpoint": self.endpoint,
-            "operator.endpoint": self.config.operator.endpoint,
-            "events.endpoint": self.config.events.endpoint,
-            "events.replay_endpoint": self.config.events.replay_endpoint,
-        }
-        with ExitStack() as locks:
-            for key, endpoint in endpoints.items():
-                # Who listens for us sees to it that we are alone, and a port is one's anyway.
-                if endpoint.startswith("ipc://") and endpoint not in self._listeners:
-                    locks.enter_context(closing(self._own_endpoint(key, endpoint)))
-            return locks.pop_all()
-
-    def _own_endpoint(self, key: str, endpoint: str) -> OwnerLock:
-        path = socket_path(endpoint)
-        with _naming(key):
-            # A place that we chose must be ours alone; one that we were given is the giver's
-            # business.
-            if is_default(endpoint):
-                private_directory(path.parent, 0o700)
-            elif make_directory(path.parent, 0o750):
-                share(path.parent, self.config.ipc.group, 0o750)
-            return OwnerLock(path.with_name(path.name + ".lock"), endpoint)
-
-    def _own_data_directory(self) -> OwnerLock:
-        directory = self.config.resolved_data_directory
-        with _naming("data_directory"):
-            private_directory(directory, 0o700)
-            return OwnerLock(directory / "daemon.lock", str(directory))
-
-    def _own_directory(self) -> OwnerLock:
-        with _naming("directory"):
-            if not self.config.directory:
-                private_directory(self.directory.parent)
-            private_directory(self.directory)
-            self._share_directory()
-            return OwnerLock(self.directory / "daemon.lock", str(self.directory))
-
-    def _share_directory(self) -> None:
-        """Let whoever may use the endpoint map what lies there, and nobody else."""
-        ipc = self.config.ipc
-        if ipc.mode == "0600":
-            share(self.directory, "", 0o700)
-        elif ipc.group:
-            if not self.config.directory:
-                share(self.directory.parent, "", 0o711)
-            share(self.directory, ipc.group, 0o2750)  # so that what is made there has the group
-            for found in self.directory.iterdir():
-                give(found, ipc.group)
-
 
 @contextmanager
 def one_error() -> Iterator[None]:
@@ -377,13 +335,18 @@ def one_error() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Of a place that cannot be used, the key is told that chooses it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{error}: set {key}") from error
+def _check_tiers(tiers: Sequence[Tier]) -> None:
+    owners: dict[tuple[type[Tier], Path], Tier] = {}
+    for tier in tiers:
+        with naming(f"tiers, {tier.name}"):
+            tier.check()
+        if tier.directory is None:
+            continue
+        if (other := owners.setdefault((type(tier), tier.directory), tier)) is not tier:
+            raise ConfigError(
+                f"tiers: {tier.name} and {other.name} have one directory, {tier.directory}: set "
+                "that of one of them"
+            )
 
 
 def _tell_apart(tiers: Sequence[Tier]) -> None:

@@ -42,7 +42,7 @@ class Loaded:
         try:
             yield
         except ConfigError as error:
-            if not self.source:
+            if error.message.startswith(self.source):  # there is none, or it is said already
                 raise
             raise ConfigError(f"{self.source}: {error}") from error
 
@@ -75,11 +75,11 @@ def load(
     for name, key, value in _overrides(environment or {}):
         # Where clients and daemon meet if nobody says where: any file knows better.
         if key != "endpoint" or key not in origins:
-            _put(document, key, value)
+            put(document, key, value)
             origins[key] = f"environment {name}"
             sources.append(name)
     for key, value in (flags or {}).items():
-        _put(document, key, value)
+        put(document, key, value)
         origins[key] = "command line"
     source = ", ".join(sources)
     return Loaded(parse(document, source), origins, source, partial(load, path, environment, flags))
@@ -133,7 +133,8 @@ def _keys(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _put(document: dict[str, Any], key: str, value: Any) -> None:
+def put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key such as "cache.high_watermark" in a document."""
     *sections, name = key.split(".")
     for section in sections:
         document = document.setdefault(section, {})

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvd.protocol.errors import ConfigError
+from kvd.protocol.errors import ConfigError, needing_extra
 
 if TYPE_CHECKING:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader
     from opentelemetry.sdk.resources import Resource
@@ -40,12 +41,12 @@ def start(service: str, *, prometheus: bool = False) -> Callable[[float], None]:
     be kept; what cannot be sent is logged.
     """
     providers: list[TracerProvider | MeterProvider] = []
-    readers = [_asked_for()] if prometheus else []
+    readers: list[MetricReader] = [_kept_reader()(scope_info_enabled=False)] if prometheus else []
     if _is_sent("TRACES"):
-        with _telling():
+        with _telling(_warn):
             providers.append(_tracer_provider(service))
     if _is_sent("METRICS"):
-        with _telling():
+        with _telling(_warn):
             readers.append(_sent_again_and_again())
     if readers:
         providers.append(_meter_provider(service, readers))
@@ -69,16 +70,30 @@ def _end(provider: TracerProvider | MeterProvider) -> None:
         logger.warning("reason=no_telemetry the last of it was not sent: %s", error)
 
 
+def check(*, prometheus: bool = False) -> list[str]:
+    """Why what is to be sent would not be; raises ConfigError as `start` does. Nothing is sent."""
+    found: list[str] = []
+    if prometheus:
+        _kept_reader()
+    for signal, exporter in (("TRACES", _span_exporter), ("METRICS", _metric_exporter)):
+        if _is_sent(signal):
+            with _telling(found.append):
+                exporter()
+    return found
+
+
 @contextmanager
-def _telling() -> Iterator[None]:
+def _telling(tell: Callable[[str], None]) -> Iterator[None]:
     """What cannot be sent is no reason not to run."""
     try:
-        yield
-    except ModuleNotFoundError as error:
-        extra = "telemetry-grpc" if "grpc" in str(error.name) else "telemetry"
-        logger.warning("reason=no_telemetry %s: install kvd[%s]", error, extra)
-    except ValueError as error:
-        logger.warning("reason=no_telemetry %s", error)
+        with needing_extra("telemetry", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+            yield
+    except (ConfigError, ValueError) as error:
+        tell(str(error))
+
+
+def _warn(why: str) -> None:
+    logger.warning("reason=no_telemetry %s", why)
 
 
 def _is_sent(signal: str) -> bool:
@@ -106,53 +121,56 @@ def _is_over_grpc(signal: str) -> bool:
 
 
 def _span_exporter() -> SpanExporter:
+    """Raises ValueError for a variable that cannot be used, ConfigError for what is missing."""
     if _is_over_grpc("TRACES"):
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
+        with needing_extra("telemetry-grpc", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
 
-        return ByGrpc()
+        return by_grpc.OTLPSpanExporter()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter()
 
 
 def _metric_exporter() -> MetricExporter:
+    """Raises ValueError for a variable that cannot be used, ConfigError for what is missing."""
     if _is_over_grpc("METRICS"):
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (
-            OTLPMetricExporter as ByGrpc,
-        )
+        with needing_extra("telemetry-grpc", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+            from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as by_grpc
 
-        return ByGrpc()
+        return by_grpc.OTLPMetricExporter()
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
     return OTLPMetricExporter()
 
 
 def _tracer_provider(service: str) -> TracerProvider:
-    """Raises ValueError for a variable that cannot be used."""
+    """Raises as its exporter."""
+    exporter = _span_exporter()
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     # At the end of the process it would wait for a dead collector.
     provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(_span_exporter()))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     return provider
 
 
-def _asked_for() -> MetricReader:
-    try:
+def _kept_reader() -> type[PrometheusMetricReader]:
+    """It keeps metrics for who asks for them. Raises ConfigError where it is not installed."""
+    with needing_extra("telemetry", "http.endpoint"):
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"metrics cannot be kept: {error}: install kvd[telemetry]") from error
-    return PrometheusMetricReader(scope_info_enabled=False)
+    return PrometheusMetricReader
 
 
 def _sent_again_and_again() -> MetricReader:
-    """Raises ValueError for a variable that cannot be used."""
+    """Raises as its exporter."""
+    exporter = _metric_exporter()
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    return PeriodicExportingMetricReader(_metric_exporter())
+    return PeriodicExportingMetricReader(exporter)
 
 
 def _meter_provider(service: str, readers: Sequence[MetricReader]) -> MeterProvider:

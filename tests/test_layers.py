@@ -52,7 +52,7 @@ IMPORTED_BY = {
     "opentelemetry.sdk": ["kvd.sdk"],
     "opentelemetry.exporter": ["kvd.sdk"],
     "prometheus_client": ["kvd.actors.http"],
-    "kvd.sdk": ["kvd.__main__", "kvd_infer.__main__"],
+    "kvd.sdk": ["kvd.__main__", "kvd.check", "kvd_infer.__main__"],
     "pickle": [],
 }
 

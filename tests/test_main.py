@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvd
+from kvd.check import check
+from kvd.loading import load
 from kvd.protocol.units import format_bytes
 from kvd.testing.daemons import DaemonFailed, running_daemon
 from kvd.testing.faults import Faults, set_faults
@@ -128,11 +130,42 @@ def test_a_check_that_nobody_can_read_is_one_line(path: Path) -> None:
 
 
 def test_a_profile_is_checked_by_its_name() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can make what this profile names")
     done = run("--config", "server", "--check")
     assert "endpoint: ipc:///run/kvd.sock" in done.stdout
 
 
+def test_a_check_beside_a_daemon_that_runs_says_so() -> None:
+    with running_daemon(settings()) as daemon:
+        done = run("--config", daemon.config_path, "--check")
+        used = [line for line in done.stdout.splitlines() if line.startswith("note: ")]
+        places = daemon.endpoint, daemon.directory, daemon.data_directory
+        assert used == [f"note: somebody uses {place} now" for place in places]
+    assert done.returncode == 0
+
+
+def test_a_check_says_what_hinders_traces(path: Path) -> None:
+    collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    done = run("--config", path, "--check", OTEL_EXPORTER_OTLP_PROTOCOL="grpc", **collector)
+    assert done.stdout.count("note: OTEL_EXPORTER_OTLP_PROTOCOL is grpc") == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_a_port_for_metrics_needs_its_extra(path: Path, flags: list[str]) -> None:
+    path.write_text(path.read_text() + '[http]\nendpoint = "127.0.0.1:9464"\n')
+    code = "import runpy, sys; sys.modules['opentelemetry.exporter'] = None; "
+    code += "runpy.run_module('kvd', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--config", str(path), *flags]
+    line = complaint(subprocess.run(command, capture_output=True, text=True))
+    assert "http.endpoint: " in line
+    assert line.endswith(": install kvd[telemetry]")
+
+
 # --- what cannot be used ---
+
+KEY = "x" * 40
+TCP = f'clients = [{{name = "a", key = "{KEY}", salts = [""]}}]\n[tcp]\nendpoint = "tcp://*:1"\n'
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -142,44 +175,76 @@ def written(tmp_path: Path, text: str) -> Path:
     own = [
         f'{key} = "{place.format(tmp_path)}"'
         for key, place in places.items()
-        if not text.startswith(f"{key} = ")
+        if f"\n{key} = " not in f"\n{text}"
     ]
     path.write_text("\n".join([*own, text]))
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a = ", "cannot be read"),
-        ("endpiont = 1", "did you mean endpoint?"),
-        ('endpoint = "tcp://*:1"', "tcp://*:1"),
-        ('tiers = [{type = "nonesuch"}]', "known here: faulty, host, lmdb"),
-        ('tiers = [{type = "host", capacity_bites = 1}]', "capacity_bites"),
-        ('tiers = [{type = "host", directory = "x"}]', "not absolute"),
-        ('tiers = [{type = "host", capacity_bytes = "1024TiB"}]', "1024TiB"),
-        ('directory = "/a\\u0000b"', "directory: Expected"),
-        ('data_directory = "/a\\u0000b"', "data_directory: Expected"),
-        ('ipc.group = "a\\u0000b"', "ipc.group: Expected"),
-        ('tiers = [{type = "host"}, {type = "lmdb", directory = "/a\\u0000b"}]', "null byte"),
-        (f'directory = "/{"x" * 300}"', "File name too long"),
-        ('operator.endpoint = "tcp://127.0.0.1:1"', "tcp://127.0.0.1:1"),
-        (f"tiers = {'[' * 10_000}", "recursion"),
-        ("tiers = [{}]", "known here: faulty, host, lmdb"),
-        ('tiers = [{type = "host", capacity_bytes = 1}]', "set capacity_bytes to 64KiB"),
-        ('directory = "/proc/kvd"', "/proc/kvd"),
-        ('directory = "/etc/passwd"', ": set directory"),
-        ('directory = "/proc"', "No such file or directory: set directory"),
-        ('data_directory = "/etc/passwd"', ": set data_directory"),
-        ('endpoint = "ipc:///etc/passwd/kvd.sock"', ": set endpoint"),
-        ('directory = "/dev/null/kvd"', "/dev/null"),
-        ('endpoint = "ipc:///proc/kvd/kvd.sock"', "/proc/kvd"),
-    ],
-)
-def test_a_configuration_that_cannot_be_used_is_one_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    assert message in complaint(run("--config", written(tmp_path, text)))
+# What stands in a configuration that cannot be used, and a part of the line that says why.
+UNUSABLE = [
+    ("a = ", "cannot be read"),
+    ("endpiont = 1", "did you mean endpoint?"),
+    ('endpoint = "tcp://*:1"', "tcp://*:1"),
+    ('tiers = [{type = "nonesuch"}]', "known here: faulty, host, lmdb"),
+    ('tiers = [{type = "host", capacity_bites = 1}]', "capacity_bites"),
+    ('tiers = [{type = "host", directory = "x"}]', "not absolute"),
+    ('tiers = [{type = "host", capacity_bytes = "1024TiB"}]', "1024TiB"),
+    ('directory = "/a\\u0000b"', "directory: Expected"),
+    ('data_directory = "/a\\u0000b"', "data_directory: Expected"),
+    ('ipc.group = "a\\u0000b"', "ipc.group: Expected"),
+    ('tiers = [{type = "host"}, {type = "lmdb", directory = "/a\\u0000b"}]', "null byte"),
+    (f'directory = "/{"x" * 300}"', "File name too long"),
+    ('operator.endpoint = "tcp://127.0.0.1:1"', "operator.endpoint: 'tcp://127.0.0.1:1' is not"),
+    ('events.endpoint = "tcp://1.2.3.4:1"', "events.endpoint: 'tcp://1.2.3.4:1' is not"),
+    ('http.endpoint = "0.0.0.0:1"', "http.endpoint: '0.0.0.0:1' is not a port of this machine"),
+    (f"tiers = {'[' * 10_000}", "recursion"),
+    ("tiers = [{}]", "known here: faulty, host, lmdb"),
+    ('tiers = [{type = "host", capacity_bytes = 1}]', "set capacity_bytes to 64KiB"),
+    ('directory = "/etc/passwd"', "/etc/passwd is no directory: set directory"),
+    ('data_directory = "/etc/passwd"', "/etc/passwd is no directory: set data_directory"),
+    ('endpoint = "ipc:///etc/passwd/kvd.sock"', "is no directory: set endpoint"),
+    ('endpoint = "ipc:///etc/passwd"', "/etc/passwd is there and is no socket: set endpoint"),
+    ('directory = "/dev/null/kvd"', "/dev/null is no directory: set directory"),
+    (f'endpoint = "ipc:///{"x" * 107}"', "has 108 bytes; the system allows 107"),
+    ('ipc.group = "nonesuch"', "there is no group 'nonesuch': set ipc.group"),
+    ('endpoint = "ipc:///a"\noperator.endpoint = "ipc:///a"', "so is endpoint: set one of"),
+    ('events.endpoint = "ipc:///a"\nevents.replay_endpoint = "ipc:///a"', "set one of them"),
+    ('directory = "/a"\ndata_directory = "/a/"', "and so is directory: set one of them"),
+    ('tiers = [{type = "host"}, {type = "lmdb", capacity_bytes = "1024TiB"}]', "1024TiB"),
+    (f"{TCP}server_key = '/nonesuch'", "/nonesuch is no key that can be read"),
+    (f"{TCP}server_key = '/etc/passwd'", "/etc/passwd is no key that can be read"),
+    ('tiers = [{type = "host"}, {type = "host"}]', "host-2 and host have one directory"),
+    ('tiers = [{type = "host", directory = "/etc/passwd"}]', "host: /etc/passwd is no directory"),
+    ('events = {endpoint = "ipc:///a", media = {host = "DISK"}}', "set events.media"),
+    ('tiers = [{type = "torch", capacity_bytes = 1, device = "cuda:99"}]', "cuda:99 is none of"),
+]
+# What only shows when it is tried.
+FOUND_AT_START = [
+    ('directory = "/proc/kvd"', "/proc/kvd"),
+    ('directory = "/proc"', "No such file or directory: set directory"),
+    ('endpoint = "ipc:///proc/kvd/kvd.sock"', "/proc/kvd"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), UNUSABLE)
+def test_a_start_and_a_check_refuse_it_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path, said = written(tmp_path, text), []
+    assert check(lambda: load(path, os.environ), said.append, as_json=True) == os.EX_CONFIG
+    line = complaint(run("--config", path))
+    assert line == f"kvd: {json.loads(said[0])['error']}"
+    assert line.startswith(f"kvd: {path}")
+    assert message in line
+    assert line.count(": set ") <= 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("text", "message"), FOUND_AT_START)
+def test_what_a_start_alone_finds_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    line = complaint(run("--config", path))
+    assert line.startswith(f"kvd: {path}")
+    assert message in line
 
 
 def test_an_endpoint_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
@@ -194,6 +259,15 @@ def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
     with pytest.raises(DaemonFailed), running_daemon(settings(endpoint=f"ipc://{data}")):
         pass
     assert data.read_text() == "precious"
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can make a directory of another user")
+    (tmp_path / "data").mkdir()
+    os.chown(tmp_path / "data", 65534, 65534)
+    line = complaint(run("--config", written(tmp_path, ""), "--check"))
+    assert line.endswith("data belongs to user 65534, and this is 0: set data_directory")
 
 
 def test_a_default_place_of_another_user_is_refused(tmp_path: Path) -> None:
@@ -225,6 +299,16 @@ def test_it_runs_whatever_becomes_of_what_it_says(path: Path, redirection: str) 
             assert client.wait_attached(PATIENCE_SECONDS)
         daemon.terminate()
         assert daemon.wait() == 0
+
+
+def test_the_ready_line_names_every_door(tmp_path: Path) -> None:
+    events = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/again"}
+    doors = {"operator": {"endpoint": f"ipc://{tmp_path}/operator"}, "events": events}
+    with running_daemon(settings(**doors)) as daemon:
+        assert daemon.ready_line.partition(";")[0].endswith(
+            f"{daemon.endpoint}, operator ipc://{tmp_path}/operator, "
+            f"events ipc://{tmp_path}/events, events.replay ipc://{tmp_path}/again"
+        )
 
 
 def test_the_ready_line_names_every_tier() -> None:

@@ -65,6 +65,8 @@ def test_only_commands_of_other_programs_are_not_run() -> None:
     lines = [line.split("#")[0].rstrip() for block in OTHERS for line in block.splitlines()]
     ours = [line for line in lines if line.split()[0] not in ("pip", "sudo", "docker")]
     assert ours == [
+        "kvd --config server --check",
+        "kvd --config gpu --check",
         "kvd-ctl explain 1 @prompt.json",
         'kvd-ctl explain 1 --text "You are ..." --tokenizer MODEL_DIR',
         "kvd-ctl pin 1 @prompt.json --for 2h",

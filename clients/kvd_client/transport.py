@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import zmq
 
-from kvd.protocol.endpoint import socket_path
+from kvd.protocol.endpoint import not_for_us, socket_path
 from kvd.protocol.errors import DaemonUnavailable, Forbidden
 from kvd.protocol.messages import DetachRequest
 from kvd_client.session import Call, Core, Link, Session
@@ -166,7 +166,7 @@ class Connection:
         if not os.path.exists(path):
             self.core.set_link(Link.DOWN)
         elif not os.access(path, os.W_OK):
-            self.core.refused(Forbidden(f"ipc://{path} is not for this user: see its group"))
+            self.core.refused(not_for_us(f"ipc://{path}"))
 
     # --- for threads ---
 

@@ -1,7 +1,6 @@
 """What the commands of `kvd-ctl` share: the arguments that several have, and a client."""
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.protocol.endpoint import SYSTEM_SOCKET, is_default
-from kvd_client import Client, DaemonUnavailable, Forbidden, KvdError
+from kvd.protocol.endpoint import SYSTEM_SOCKET, connected, is_default, not_for_us
+from kvd_client import Client, DaemonUnavailable, KvdError
+from kvd_ctl import INTERRUPTED
 from kvd_ctl.notation import parse_tokens
 from kvd_ctl.text import load_tokenizer
 
@@ -80,20 +80,29 @@ def failures() -> Iterator[None]:
 def check_listening(endpoint: str) -> None:
     """Raises DaemonUnavailable at once where nobody listens: a client would wait for a start.
 
-    Raises Forbidden where this user may not connect.
+    Raises Forbidden where we may not ask.
     """
     if not endpoint.startswith("ipc://"):
         return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(endpoint.removeprefix("ipc://"))
-        except BlockingIOError:
-            pass  # somebody does, and is busy
-        except PermissionError as error:
-            raise Forbidden(f"{endpoint} is not for this user: see its group") from error
-        except OSError as error:
-            message = f"kvd does not listen on {endpoint}: {error.strerror}"
-            if is_default(endpoint):
-                message += f"; as a service it listens on ipc://{SYSTEM_SOCKET}"
-            raise DaemonUnavailable(message) from error
+    try:
+        with connected(endpoint):
+            pass
+    except BlockingIOError:
+        pass  # somebody does, and is busy
+    except PermissionError as error:
+        raise not_for_us(endpoint) from error
+    except OSError as error:
+        message = f"kvd does not listen on {endpoint}: {error.strerror}"
+        if is_default(endpoint):
+            message += f"; as a service it listens on ipc://{SYSTEM_SOCKET}"
+        raise DaemonUnavailable(message) from error
+
+
+def confirm(question: str) -> None:
+    """Ask on the terminal; unless the answer is yes, the command ends with exit status 1."""
+    try:
+        typer.confirm(question, abort=True, err=True)
+    except typer.Abort as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise typer.Exit(INTERRUPTED) from error
+        raise

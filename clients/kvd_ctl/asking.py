@@ -107,7 +107,7 @@ def events(
 ) -> None:
     """Print what comes to the tiers and leaves them, a line each, until it is interrupted."""
     with client_of(endpoint, timeout) as client:
-        published = status_of_events(client)
+        published = status_of_events(client, since)
     follow(published, since, count, timeout, as_json=as_json)
 
 

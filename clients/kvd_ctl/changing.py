@@ -18,6 +18,7 @@ from kvd_ctl.app import (
     TokenizerFolder,
     app,
     client_of,
+    confirm,
 )
 from kvd_ctl.drain import begin_drain, undo_drain
 from kvd_ctl.notation import parse_duration
@@ -102,7 +103,7 @@ def drop(
         raise typer.BadParameter("needed to drop a namespace without asking", param_hint="--yes")
     with client_of(endpoint, timeout) as client:
         if tokens is None and not yes:
-            typer.confirm(commands.question(client, namespace), abort=True, err=True)
+            confirm(commands.question(client, namespace))
         commands.drop(client, namespace, tokens or b"", from_token, as_json=as_json)
 
 

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvd import __version__
 from kvd.arena.host import default_capacity, file_system_bytes, huge_page_bytes
 from kvd.protocol.endpoint import socket_path
 from kvd.protocol.units import ByteSize, decode_size
@@ -32,6 +33,7 @@ from kvd_ctl import render
 
 if TYPE_CHECKING:
     from kvd.config import Config
+    from kvd_ctl.settings import Settings
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -69,9 +71,9 @@ class Wanted:
     disk_bytes: int
 
 
-def examine(answer: StatusReply | KvdError, config: Config, *, as_json: bool) -> bool:
+def examine(settings: Settings, *, as_json: bool) -> bool:
     """Look at everything, by what the daemon answered, if it did; whether nothing is bad."""
-    findings = list(_findings(answer, config))
+    findings = list(_findings(settings))
     if as_json:
         print(to_json(findings))
     else:
@@ -82,9 +84,11 @@ def examine(answer: StatusReply | KvdError, config: Config, *, as_json: bool) ->
     return not any(one.level == "bad" for one in findings)
 
 
-def _findings(answer: StatusReply | KvdError, config: Config) -> Iterator[Finding]:
+def _findings(settings: Settings) -> Iterator[Finding]:
+    answer, config = settings.answer, settings.config
     status = answer if isinstance(answer, StatusReply) else None
     yield daemon(answer)
+    yield Finding("ok", "configuration", settings.source)
     wanted = wants(config, status)
     yield shared_memory(wanted.memory_directory, wanted.memory_bytes, wanted.memory_left_bytes)
     yield huge_pages(wanted.memory_directory)
@@ -101,13 +105,15 @@ def _findings(answer: StatusReply | KvdError, config: Config) -> Iterator[Findin
 
 def daemon(answer: StatusReply | KvdError) -> Finding:
     match answer:
+        case StatusReply(version=other) if other != __version__:
+            found = f"kvd {other}, pid {answer.pid}, answers, and this is kvd-ctl {__version__}"
+            return Finding("warn", "daemon", found, "start it anew, or use its own kvd-ctl")
         case StatusReply():
             return Finding("ok", "daemon", f"kvd {answer.version}, pid {answer.pid}, answers")
         case DaemonUnavailable():
             return Finding("warn", "daemon", str(answer), "start it: kvd, or systemctl start kvd")
         case Forbidden():
-            advice = "its [ipc], [operator] and [[clients]] say who may ask it"
-            return Finding("bad", "daemon", str(answer), advice)
+            return Finding("bad", "daemon", str(answer), "be in that group, or ask as that user")
         case _:
             return Finding("bad", "daemon", str(answer), "see its log, and whether it is stopped")
 
@@ -161,7 +167,7 @@ def _capacity(tier: dict[str, Any]) -> int:
 
 def _existing(path: Path) -> Path:
     """The nearest directory above that is there."""
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
 
 
 # --- room ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from kvd.protocol.endpoint import connected
 from kvd_client import BadRequest, Client, DaemonUnavailable, DeadlineExceeded, to_json
 from kvd_ctl import render
 
@@ -70,17 +71,15 @@ def _process(client: Client) -> Iterator[int]:
     if not client.endpoint.startswith("ipc://"):
         raise BadRequest("over TCP kvd drains, and does not stop: stop it on its machine")
     pid = client.status().pid
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(client.timeout)
-        try:
-            probe.connect(client.endpoint.removeprefix("ipc://"))
+    try:
+        with connected(client.endpoint, client.timeout) as probe:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             listener, _, _ = CREDENTIALS.unpack(credentials)
             if listener != pid:
                 raise BadRequest("something else listens for kvd, systemd perhaps: stop it there")
             process = os.pidfd_open(pid)
-        except OSError as error:
-            raise DaemonUnavailable(f"kvd, pid {pid}, is gone: {error.strerror}") from error
+    except OSError as error:
+        raise DaemonUnavailable(f"kvd, pid {pid}, is gone: {error.strerror}") from error
     try:
         yield process
     finally:

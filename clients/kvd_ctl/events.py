@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from kvd_client.events import Batch, Event
 
 
-def status_of_events(client: Client) -> EventStatus:
-    """Where the events are. Raises Unsupported where kvd publishes none."""
+def status_of_events(client: Client, since: int | None) -> EventStatus:
+    """Where the events are. Raises Unsupported where kvd publishes none, or replays none."""
     status = client.status().events
     if status is None:
         raise Unsupported("this kvd publishes no events: set events.endpoint")
+    if since is not None and not status.replay_endpoint:
+        raise Unsupported("this kvd replays no events: set events.replay_endpoint")
     return status
 
 

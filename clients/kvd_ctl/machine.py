@@ -1,20 +1,18 @@
 """Commands for a machine: the service, what daemons have left, what kvd needs, the keys of TCP."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from msgspec.structs import replace
 
 from kvd.config import Config
-from kvd.loading import find, load
-from kvd_client import Client, ClientStatus, KvdError, StatusReply
+from kvd_client import ClientStatus
 from kvd_ctl import keys, service
-from kvd_ctl.app import NAME, Endpoint, Json, Timeout, app, check_listening, client_of, failures
+from kvd_ctl.app import Endpoint, Json, Timeout, app, client_of, confirm, failures
 from kvd_ctl.doctor import examine
 from kvd_ctl.purge import find_leftovers, remove_leftovers, tell_leftovers
+from kvd_ctl.settings import find_settings
 
 keys_app = typer.Typer(
     help="Make and list the keys by which clients come over TCP.",
@@ -74,21 +72,27 @@ def purge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
     config: ConfigFile = None,
     endpoint: Endpoint = None,
+    timeout: Timeout = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Remove what daemons that do not run have left of this user: memory, disk and sockets.
+    """Remove what daemons that do not run have left: memory, disk and sockets.
 
-    With it goes what their next start would have found. What a daemon or a client still uses stays.
-    Exit status 1 where something could not be removed.
+    It looks where kvd is by --config, else where the kvd that answers says, or its service, and at
+    the default places of this user. With it goes what their next start would have found. What a
+    daemon or a client still uses stays. Exit status 1 where something could not be removed.
     """
     with failures():
-        found = find_leftovers(_settings(config, endpoint))
+        settings = find_settings(config, endpoint, timeout)
+        looked_at = {settings.source: settings.config}
+        if config is None:
+            looked_at["this user's defaults"] = Config()
+        found = find_leftovers(looked_at.values())
     if not as_json:
-        tell_leftovers(found)
+        tell_leftovers("; ".join(looked_at), found)
     if found and not (yes or dry_run):
         if not sys.stdin.isatty():
             raise typer.BadParameter("needed to remove without asking", param_hint="--yes")
-        typer.confirm("Remove all of these?", abort=True, err=True)
+        confirm("Remove all of these?")
     if not remove_leftovers(found, dry_run=dry_run, as_json=as_json):
         raise typer.Exit(1)
 
@@ -100,10 +104,12 @@ def doctor(
     timeout: Timeout = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Look whether this machine has what kvd needs; exit status 1 where something is bad."""
+    """Look whether this machine has what kvd needs; exit status 1 where something is bad.
+
+    What it needs is what --config says, else the kvd that answers, or the service's file.
+    """
     with failures():
-        settings = _settings(config, endpoint)
-        is_well = examine(_answer(settings, timeout), settings, as_json=as_json)
+        is_well = examine(find_settings(config, endpoint, timeout), as_json=as_json)
     if not is_well:
         raise typer.Exit(1)
 
@@ -146,18 +152,3 @@ def _allowed(endpoint: str | None, timeout: float) -> tuple[ClientStatus, ...]:
             return client.status().clients
     except typer.Exit:
         return ()
-
-
-def _settings(config: Path | None, endpoint: str | None) -> Config:
-    """As a daemon would have them: what the file says comes first."""
-    settings = load(find(str(config)) if config else None, os.environ).config
-    return replace(settings, endpoint=settings.endpoint or endpoint or "")
-
-
-def _answer(settings: Config, timeout: float) -> StatusReply | KvdError:
-    try:
-        with Client(settings.endpoint or None, timeout=timeout, name=NAME, maps=False) as client:
-            check_listening(client.endpoint)
-            return client.status()
-    except KvdError as error:
-        return error

@@ -5,24 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.arena.membership import is_held, lock_unheld
-from kvd.protocol.endpoint import socket_path
+from kvd.arena.membership import lock_unheld
+from kvd.arena.owner import OWNER_LOCK, lock_of
+from kvd.protocol.endpoint import connected, socket_path
 from kvd_client import format_bytes, to_json
 from kvd_ctl import render
 from kvd_ctl.notation import format_duration
 
 if TYPE_CHECKING:
     from kvd.config import Config
-
-OWNER_LOCK = "daemon.lock"
 
 
 @dataclass(frozen=True)
@@ -38,26 +36,25 @@ class Leftover:
     age_seconds: float
 
 
-def find_leftovers(config: Config) -> list[Leftover]:
-    """What there is beside the places of a configuration; of a place that it names, that alone."""
-    memory, disk = config.resolved_directory, config.resolved_data_directory
-    found = [
-        Leftover("memory", path, *_size(path))
-        for path in ([memory] if config.directory else _ours_in(memory.parent))
-        if _is_unused(path)
+def find_leftovers(configs: Iterable[Config]) -> list[Leftover]:
+    """What there is beside the places of configurations; of a place that one names, that alone."""
+    places: dict[Path, str] = {}
+    for config in configs:
+        memory, disk = config.resolved_directory, config.resolved_data_directory
+        places |= dict.fromkeys([memory] if config.directory else _ours_in(memory.parent), "memory")
+        places |= dict.fromkeys([disk] if config.data_directory else _ours_in(disk.parent), "disk")
+        endpoints = config.endpoints.values()
+        sockets = [socket_path(each) for each in endpoints if each.startswith("ipc://")]
+        places |= dict.fromkeys(sockets, "socket")
+    return [
+        Leftover(kind, path, *_size(path))
+        for path, kind in places.items()
+        if _is_unused(kind, path)
     ]
-    found += [
-        Leftover("disk", path, *_size(path))
-        for path in ([disk] if config.data_directory else _ours_in(disk.parent))
-        if _is_unused(path)
-    ]
-    endpoint = socket_path(config.resolved_endpoint)
-    if _is_stale(endpoint):
-        found.append(Leftover("socket", endpoint, 0, time.time() - endpoint.stat().st_mtime))
-    return found
 
 
-def tell_leftovers(found: Sequence[Leftover]) -> None:
+def tell_leftovers(source: str, found: Sequence[Leftover]) -> None:
+    render.console.print(f"places: {source}")
     rows = [
         {
             "kind": one.kind,
@@ -68,6 +65,8 @@ def tell_leftovers(found: Sequence[Leftover]) -> None:
         for one in found
     ]
     render.table("nobody uses", rows)
+    if found:
+        render.console.print(f"in all: {len(found)}, {_total(found)}")
 
 
 def remove_leftovers(found: Sequence[Leftover], *, dry_run: bool, as_json: bool) -> bool:
@@ -80,9 +79,12 @@ def remove_leftovers(found: Sequence[Leftover], *, dry_run: bool, as_json: bool)
         listed = [_plain(one) | {"is_removed": one in removed} for one in found]
         print(to_json({"leftovers": listed}))
     elif removed:
-        size = format_bytes(sum(one.num_bytes for one in removed))
-        render.console.print(f"removed: {len(removed)} of {len(found)}, {size}")
+        render.console.print(f"removed: {len(removed)} of {len(found)}, {_total(removed)}")
     return dry_run or removed == list(found)
+
+
+def _total(leftovers: Iterable[Leftover]) -> str:
+    return format_bytes(sum(one.num_bytes for one in leftovers))
 
 
 def _plain(leftover: Leftover) -> dict[str, object]:
@@ -90,15 +92,15 @@ def _plain(leftover: Leftover) -> dict[str, object]:
 
 
 def _remove(leftover: Leftover) -> bool:
-    if leftover.kind == "socket":
-        if is_stale := _is_stale(leftover.path):
-            leftover.path.unlink(missing_ok=True)
-        return is_stale
-    with _locked(leftover.path) as is_unused, suppress(OSError):
+    path = leftover.path
+    with _guarded(leftover.kind, path) as is_unused, suppress(OSError):
+        if is_unused and leftover.kind == "socket":
+            path.unlink()
+            return True
         if is_unused:
             # Whoever starts meanwhile finds nothing there, and no half of it.
-            gone = leftover.path.with_name(f"{leftover.path.name}.purged-{os.getpid()}")
-            leftover.path.rename(gone)
+            gone = path.with_name(f"{path.name}.purged-{os.getpid()}")
+            path.rename(gone)
             shutil.rmtree(gone)
             return True
     return False
@@ -111,31 +113,44 @@ def _ours_in(parent: Path) -> list[Path]:
     return sorted(path.parent for path in parent.glob(f"*/{OWNER_LOCK}"))
 
 
-def _is_unused(directory: Path) -> bool:
-    with _locked(directory) as is_unused:
+def _is_unused(kind: str, path: Path) -> bool:
+    with _guarded(kind, path) as is_unused:
         return is_unused
 
 
+def _guarded(kind: str, path: Path) -> AbstractContextManager[bool]:
+    """Have no daemon begin to use it; False where one does already, or somebody else."""
+    return _guarded_socket(path) if kind == "socket" else _guarded_directory(path)
+
+
 @contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Have no daemon start with a directory and no client map it; False where one has already."""
+def _guarded_directory(path: Path) -> Iterator[bool]:
     with ExitStack() as locks:
-        for path in (directory / OWNER_LOCK, *directory.glob("*.session")):
-            if (fd := lock_unheld(path)) is None:
-                yield False
-                return
-            locks.callback(os.close, fd)
-        yield True
+        yield _lock_all((path / OWNER_LOCK, *path.glob("*.session")), locks)
 
 
-def _is_stale(path: Path) -> bool:
-    """Whether a socket has neither a daemon nor anything else that listens."""
-    lock = path.with_name(f"{path.name}.lock")
-    if not path.is_socket() or (lock.exists() and is_held(lock)):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+@contextmanager
+def _guarded_socket(path: Path) -> Iterator[bool]:
+    there = [lock for lock in [lock_of(path)] if lock.exists()]
+    with ExitStack() as locks:
+        yield path.is_socket() and _lock_all(there, locks) and _refuses(path)
+
+
+def _lock_all(paths: Iterable[Path], locks: ExitStack) -> bool:
+    """Lock them against who owns or maps; False where somebody does."""
+    for path in paths:
+        if (fd := lock_unheld(path)) is None:
+            return False
+        locks.callback(os.close, fd)
+    return True
+
+
+def _refuses(path: Path) -> bool:
+    try:
+        with connected(f"ipc://{path}"):
+            return False
+    except OSError as error:
+        return error.errno == errno.ECONNREFUSED
 
 
 def _size(directory: Path) -> tuple[int, float]:

@@ -44,6 +44,8 @@ FOLDED = {
     "after",
     "begins with",
 }
+# But not to nothing.
+FOLDED_WIDTH = 6
 
 # What is printed are names of others: nothing in them is markup.
 console = Console(
@@ -327,12 +329,13 @@ def made_table(rows: Sequence[Mapping[str, object]]) -> Table:
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     for name, cells in shown.items():
+        width = max(map(len, [*name.split("\n"), *cells]))
         made.add_column(
             name,
             justify="right" if isinstance(rows[0][name], int) else "left",
             overflow="fold",
             no_wrap=name not in FOLDED,
-            min_width=None if name in FOLDED else max(map(len, cells)),
+            min_width=min(width, FOLDED_WIDTH) if name in FOLDED else width,
         )
     for each in zip(*shown.values(), strict=True):
         made.add_row(*each)

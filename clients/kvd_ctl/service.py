@@ -70,6 +70,13 @@ def uninstall(root: Path, *, purge_data: bool, dry_run: bool, as_json: bool) -> 
         _carry_out(steps, root, dry_run=dry_run, as_json=as_json)
 
 
+def configuration() -> Path | None:
+    """What the service of this system goes by, where it is installed and we may read that."""
+    path = SYSTEM / CONFIGURATION
+    is_installed = (SYSTEM / UNITS / "kvd.service").exists()
+    return path if is_installed and os.access(path, os.R_OK) else None
+
+
 @contextmanager
 def _foreign_errors() -> Iterator[None]:
     """Raise them as ours."""
@@ -85,7 +92,7 @@ def _plan_install(root: Path, *, gpu: bool) -> list[Step]:
     for name, content in _files():
         if name == GPU and not gpu:
             continue
-        path, digest = root / name, _digest(content)
+        path, digest = _place(root, name), _digest(content)
         if path.exists() and _digest(path.read_bytes()) not in (digest, known.get(str(name))):
             steps.append(Step("keep", f"{path}, which was changed by hand"))
         else:
@@ -108,13 +115,13 @@ def _plan_uninstall(root: Path, *, purge_data: bool) -> list[Step]:
     if root == SYSTEM and (units := [name for name in RUNNING if (root / UNITS / name).exists()]):
         steps.append(_command("systemctl", "disable", "--now", *units))
     for name, digest in known.items():
-        path = root / name
+        path = _place(root, Path(name))
         if path.exists() and _digest(path.read_bytes()) != digest:
             steps.append(Step("keep", f"{path}, which was changed by hand"))
         else:
             steps.append(Step("remove", str(path), partial(_remove, path)))
     steps.append(Step("remove", str(root / LIST), partial(_remove, root / LIST)))
-    for place in filter(Path.exists, (root / name for name in DATA)):
+    for place in filter(Path.exists, (_place(root, name) for name in DATA)):
         if purge_data:
             steps.append(Step("remove", str(place), partial(shutil.rmtree, place)))
         else:
@@ -168,14 +175,33 @@ def _tree(folder: Traversable, name: Path) -> Iterator[tuple[Path, bytes]]:
             yield name / each.name, each.read_bytes()
 
 
+def _place(root: Path, name: Path) -> Path:
+    """Where a file is below the root. Raises InstallFailed where links lead out of it."""
+    path = root / name
+    if not path.parent.resolve().is_relative_to(root.resolve()):
+        raise InstallFailed(f"{path.parent} leads to {path.parent.resolve()}, out of {root}")
+    return path
+
+
 def _known(root: Path) -> dict[str, str]:
-    path = root / LIST
+    """What was installed, and its digests. Raises InstallFailed where that cannot have been."""
+    path = _place(root, LIST)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
     except msgspec.DecodeError as error:
         raise InstallFailed(f"{path} cannot be read: {error}: remove it") from error
+    for name in known:
+        if not _is_ours(Path(name)):
+            raise InstallFailed(f"{path} names {name!r}, which was never installed: remove it")
+    return known
+
+
+def _is_ours(name: Path) -> bool:
+    """Whether this kvd, or one of before, can have put a file there."""
+    first, *rest = name.parts or ("",)
+    return first == "etc" and ".." not in rest and any("kvd" in part for part in rest)
 
 
 def _encoded(listed: dict[str, str]) -> bytes:

@@ -1,7 +1,7 @@
 """The `kvd-infer` command: its arguments.
 
-Exit status 0; 1, with a line on stderr, where something is wrong; 2 for usage; 130 where Ctrl-C
-ended a generation.
+Exit status 0; 1, with a line on stderr, where something is wrong; 2 for usage; 130 for Ctrl-C, but
+for that by which a server stops.
 """
 
 import logging
@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-from kvd import sdk
-from kvd_client import KvdError
+INTERRUPTED = 130
 
 try:
     import typer
+
+    from kvd import sdk
+    from kvd_client import KvdError
 except ModuleNotFoundError as error:
     sys.exit(f"kvd-infer: {error}: install kvd[serve]")
-
-INTERRUPTED = 130
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 app = typer.Typer(
     help="Run a language model whose KV cache is kvd's.",
@@ -124,13 +126,16 @@ def main() -> None:
     # ten times as long. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    flush = sdk.start("kvd-infer")
     try:
-        app()
+        flush = sdk.start("kvd-infer")
+        try:
+            app()
+        finally:
+            flush(math.inf)
     except OSError as error:  # as of a full disk, where the output goes
         sys.exit(f"kvd-infer: {error}")
-    finally:
-        flush(math.inf)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

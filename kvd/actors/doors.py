@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvd.actors.access import EVERYTHING, INFERENCE_ALONE, NOTHING, Access, access_of
 from kvd.arena.owner import share
 from kvd.protocol.certificates import load_pair
-from kvd.protocol.endpoint import socket_path
+from kvd.protocol.endpoint import check_socket, socket_path
 from kvd.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ class Doors:
     @contextmanager
     def _open_ipc(self, context: zmq.Context[Socket], who: bytes, endpoint: str) -> Iterator[None]:
         path = socket_path(endpoint)
-        if path.exists() and not path.is_socket():  # ZeroMQ would remove it
-            raise ConfigError(f"{path} is there and is no socket: choose another endpoint")
+        check_socket(path)
         with context.socket(zmq.ROUTER) as socket:
             self._bind(socket, endpoint)
             self._local[who] = Door(socket, who)
@@ -187,7 +186,10 @@ class Doors:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(f"{endpoint} cannot be bound: {error.strerror}") from error
+            keys = [key for key, each in self._config.endpoints.items() if each == endpoint]
+            raise ConfigError(
+                f"{endpoint} cannot be bound: {error.strerror}: set {keys[0]}"
+            ) from error
 
     @contextmanager
     def _asking(self, context: zmq.Context[Socket]) -> Iterator[None]:

@@ -19,9 +19,11 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvd.actors.turns import again_and_again
 from kvd.protocol.endpoint import local_address
-from kvd.protocol.errors import ConfigError
+from kvd.protocol.errors import ConfigError, needing_extra
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from anyio.abc import SocketStream, TaskStatus
 
     from kvd.actors.manager import Manager
@@ -49,11 +51,7 @@ class Http:
         self, endpoint: str, router: Router, manager: Manager, read: Callable[[], None]
     ) -> None:
         """`read` brings what the metrics tell up to date. Raises ConfigError."""
-        try:
-            import prometheus_client
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"http: endpoint: {error}: install kvd[telemetry]") from error
-        self._prometheus = prometheus_client
+        self._prometheus = prometheus()
         self._endpoint = endpoint
         self._router = router
         self._manager = manager
@@ -70,7 +68,9 @@ class Http:
         try:
             listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
         except OSError as error:
-            raise ConfigError(f"{self._endpoint} cannot be bound: {error}") from error
+            raise ConfigError(
+                f"{self._endpoint} cannot be bound: {error.strerror}: set http.endpoint"
+            ) from error
         async with listener:
             task_status.started()
             with self._scope:
@@ -128,6 +128,13 @@ class Http:
             client.generate_latest, client.REGISTRY, limiter=self._formatting
         )
         return Response(HTTPStatus.OK, text, client.CONTENT_TYPE_LATEST)
+
+
+def prometheus() -> ModuleType:
+    """What writes metrics down. Raises ConfigError where it is not installed."""
+    with needing_extra("telemetry", "http.endpoint"):
+        import prometheus_client
+    return prometheus_client
 
 
 async def _drained(stream: SocketStream) -> None:

@@ -16,7 +16,7 @@ import anyio.lowlevel
 import zmq
 import zmq.asyncio
 
-from kvd.protocol.endpoint import socket_path
+from kvd.protocol.endpoint import check_socket, socket_path
 from kvd.protocol.errors import ConfigError
 from kvd.protocol.events import END_OF_REPLAY, SEQ_BYTES
 from kvd.protocol.messages import EventStatus
@@ -154,12 +154,14 @@ def _bound(socket: zmq.asyncio.Socket, endpoint: str) -> Iterator[str]:
         yield ""
         return
     path = socket_path(endpoint) if endpoint.startswith("ipc://") else None
-    if path and path.exists() and not path.is_socket():  # ZeroMQ would remove it
-        raise ConfigError(f"events: {path} is there and is no socket: choose another endpoint")
+    if path:
+        check_socket(path)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"events: {endpoint} cannot be bound: {error.strerror}") from error
+        raise ConfigError(
+            f"events: {endpoint} cannot be bound: {error.strerror}: choose another"
+        ) from error
     if path:
         path.chmod(0o660)
     try:

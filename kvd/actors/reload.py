@@ -73,8 +73,8 @@ class Reloader:
 
     def listed(self) -> tuple[ConfigValue, ...]:
         """Every key with its value, and where that comes from."""
-        values = flat(self.config).items()
-        return tuple(ConfigValue(k, _shown(v), self._loaded.origin(k)) for k, v in values)
+        values = flat(self.config) | self.config.places
+        return tuple(ConfigValue(k, _shown(v), self._loaded.origin(k)) for k, v in values.items())
 
     async def reload(self) -> Reloaded:
         """Load the configuration anew and go by it. Where it is refused, nothing changes.
@@ -98,7 +98,8 @@ class Reloader:
         if self._loaded.again is None:
             raise Unsupported("this kvd was configured by the program that it runs in")
         loaded = self._loaded.again()
-        self._check(loaded)
+        with loaded.naming_source():
+            self._check(loaded)
         return loaded
 
     def _go_by(self, loaded: Loaded) -> Reloaded:

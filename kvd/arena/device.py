@@ -383,7 +383,10 @@ def find_device(name: str) -> torch.device:
     for device in (torch.device("cuda", index) for index in range(count)):
         if wanted == str(device.index) or uuid_of(device) == wanted.removeprefix("GPU-"):
             return device
-    raise KvdError(f"{name} is none of the {count} GPUs that this process sees")
+    raise KvdError(
+        f"{name} is none of the {count} GPUs that this process sees: name another device, or see "
+        "what hides it (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    )
 
 
 def uuid_of(device: torch.device) -> str:

@@ -6,6 +6,7 @@ ZeroMQ lets a second process bind the same ipc path silently; this does not.
 from __future__ import annotations
 
 import fcntl
+import grp
 import os
 import shutil
 import stat
@@ -14,6 +15,13 @@ from pathlib import Path
 
 from kvd.arena.membership import close_in_child
 from kvd.protocol.errors import AlreadyRunning, ConfigError
+
+# Of a directory; a socket's stands beside it.
+OWNER_LOCK = "daemon.lock"
+
+
+def lock_of(socket: Path) -> Path:
+    return socket.with_name(f"{socket.name}.lock")
 
 
 class OwnerLock:
@@ -60,21 +68,52 @@ def make_directory(path: Path, mode: int) -> bool:
 def private_directory(path: Path, mode: int = 0o750) -> None:
     """Make a directory of our own; refuses one that somebody else made (ConfigError)."""
     make_directory(path, mode)
+    _check_ours(path)
+
+
+def check_private(path: Path) -> None:
+    """Refuse where no directory of our own is or can be, as far as that shows (ConfigError)."""
+    if os.path.lexists(path):
+        _check_ours(path)
+    check_place(path)
+
+
+def _check_ours(path: Path) -> None:
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(f"{path} is not a directory that belongs to user {os.geteuid()}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{path} is no directory")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"{path} belongs to user {found.st_uid}, and this is {os.geteuid()}")
+
+
+def check_place(path: Path) -> None:
+    """Refuse what can be neither written nor made, as far as that shows (ConfigError)."""
+    try:
+        nearest = next(one for one in (path, *path.parents) if one.exists())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be used: {error.strerror}") from error
+    if nearest != path and not nearest.is_dir():
+        raise ConfigError(f"{path} cannot be made: {nearest} is no directory")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"{path} cannot be used: user {os.geteuid()} may not write to {nearest}")
+
+
+def check_group(group: str) -> None:
+    """Refuse one that there is not, or to which we may give nothing (ConfigError)."""
+    try:
+        number = grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise ConfigError(f"there is no group {group!r}: set ipc.group") from error
+    if os.geteuid() and number not in (os.getegid(), *os.getgroups()):
+        raise ConfigError(f"user {os.geteuid()} is not in group {group!r}: set ipc.group")
 
 
 def give(path: Path, group: str) -> None:
-    """Give a path of ours to a group; raises ConfigError."""
+    """Give a path of ours to a group that there is; raises ConfigError."""
     try:
         shutil.chown(path, group=group)
-    except LookupError as error:
-        raise ConfigError(f"there is no group {group!r}: set ipc.group") from error
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be given to group {group!r}: {error.strerror}: set ipc.group"
-        ) from error
+        raise ConfigError(f"{path} cannot be given to group {group!r}: {error.strerror}") from error
 
 
 def share(path: Path, group: str, mode: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvd.protocol.errors import ConfigError
+from kvd.protocol.errors import ConfigError, Forbidden
 
 SYSTEM_SOCKET = Path("/run/kvd.sock")
 MAX_PORT = 65_535
@@ -60,7 +62,7 @@ def is_remote(endpoint: str) -> bool:
         return False
     _, _, port = endpoint.rpartition(":")
     if not re.fullmatch(r"tcp://[^/\s]+:\d+", endpoint) or int(port) > MAX_PORT:
-        raise ConfigError(f"endpoint {endpoint!r} is not tcp:// with an address and a port")
+        raise ConfigError(f"{endpoint!r} is not tcp:// with an address and a port")
     return True
 
 
@@ -75,7 +77,7 @@ def socket_path(endpoint: str) -> Path:
     kind, _, name = endpoint.partition("://")
     if kind != "ipc" or not name.startswith("/"):
         raise ConfigError(
-            f"endpoint {endpoint!r} is not ipc:// with an absolute path; "
+            f"{endpoint!r} is not ipc:// with an absolute path; "
             "TCP needs keys, and is served beside it: see tcp.endpoint"
         )
     if not name.isprintable():  # as are bytes that are no UTF-8
@@ -86,6 +88,29 @@ def socket_path(endpoint: str) -> Path:
             f"the system allows {MAX_IPC_PATH}: use a shorter one"
         )
     return Path(name)
+
+
+def check_socket(path: Path) -> None:
+    """Refuse what is there and is no socket: ZeroMQ would remove it (ConfigError)."""
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"{path} is there and is no socket")
+
+
+def not_for_us(endpoint: str) -> Forbidden:
+    """What whoever may not connect is told."""
+    return Forbidden(f"{endpoint} is for its user, and for the group of ipc.group")
+
+
+@contextmanager
+def connected(endpoint: str, timeout: float = 0.0) -> Iterator[socket.socket]:
+    """A connection to who listens on an ipc endpoint, of which nothing more is asked.
+
+    Raises OSError: ConnectionRefusedError where nobody does, BlockingIOError where he is too busy.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout)
+        connection.connect(str(socket_path(endpoint)))
+        yield connection
 
 
 def local_address(endpoint: str) -> tuple[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 
@@ -165,3 +167,12 @@ ERRORS: dict[str, type[KvdError]] = _family(KvdError)
 def error_from_wire(code: str, message: str, details: dict[str, Any]) -> KvdError:
     """The error that a reply carries; an unknown code (a newer daemon's) becomes KvdError."""
     return ERRORS.get(code, KvdError)(message, **details)
+
+
+@contextmanager
+def needing_extra(extra: str, key: str) -> Iterator[None]:
+    """What is imported inside comes with an extra. Raises ConfigError where that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{key}: {error}: install kvd[{extra}]") from error

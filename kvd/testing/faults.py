@@ -184,6 +184,9 @@ class FaultyStoreTier(StoreTier):
         self._trouble = Trouble(config, directory)
         self._stores: list[FaultyStore] = []
 
+    def check(self) -> None:
+        self.inner.check()
+
     def open(self, epoch: int) -> None:
         self._trouble.meet("open")
         self.inner.moved = self.moved

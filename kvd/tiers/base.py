@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from kvd.arena.owner import check_private
 from kvd.arena.page_table import record_bytes
-from kvd.protocol.errors import BadRequest
+from kvd.protocol.errors import BadRequest, ConfigError
 from kvd.protocol.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,13 +40,17 @@ Deliver: TypeAlias = Callable[[int, memoryview], None]
 
 
 class Tier(ABC):
-    """What every tier has. `survives`: what it holds is there when the daemon starts again."""
+    """What every tier has. `survives`: what it holds is there when the daemon starts again.
+
+    `directory` is what it has for itself, if it has one: no other of its kind may have the same.
+    """
 
     Config: ClassVar[type[msgspec.Struct]]
 
     name: str
     survives: bool
     capacity_bytes: int
+    directory: Path | None = None
 
     @abstractmethod
     def __init__(self, config: Any, directory: Path) -> None:
@@ -55,6 +60,17 @@ class Tier(ABC):
         outlive the machine's memory. Raises ConfigError where the configuration cannot be used.
         Touches nothing yet.
         """
+
+    def check(self) -> None:
+        """Refuse what this machine cannot give; before `open`, or without it (ConfigError).
+
+        It changes nothing.
+        """
+        if self.directory is not None:
+            try:
+                check_private(self.directory)
+            except ConfigError as error:
+                raise ConfigError(f"{error}: set directory") from error
 
     @abstractmethod
     def open(self, epoch: int) -> None:

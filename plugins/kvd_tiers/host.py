@@ -119,6 +119,7 @@ class HostTier(MemoryTier):
     Config = HostConfig
     survives = True
     name = "host"
+    directory: Path
 
     def __init__(self, config: HostConfig, directory: Path) -> None:
         self.directory = Path(config.directory or directory)

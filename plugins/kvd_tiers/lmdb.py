@@ -69,6 +69,7 @@ class LmdbTier(StoreTier):
     Config = LmdbConfig
     survives = True
     name = "lmdb"
+    directory: Path
 
     def __init__(self, config: LmdbConfig, directory: Path) -> None:
         self.directory = Path(config.directory or directory / "lmdb")

@@ -92,6 +92,7 @@ class TorchTier(MemoryTier):
     Config = TorchConfig
     survives = False
     name = "torch"
+    directory: Path
 
     def __init__(self, config: TorchConfig, directory: Path) -> None:
         self.directory = Path(config.directory or directory)
@@ -112,19 +113,28 @@ class TorchTier(MemoryTier):
         self._epoch = 0
         self._lock: OwnerLock | None = None
 
+    def check(self) -> None:
+        super().check()
+        self._find_device()
+
     def open(self, epoch: int) -> None:
         private_directory(self.directory)
         self._lock = OwnerLock(self.directory / "torch.lock", f"the memory in {self.directory}")
         self._epoch = epoch
         for left in self.directory.glob("*.device"):
             left.unlink(missing_ok=True)
+        self._device = self._find_device()
+
+    def _find_device(self) -> Device:
+        """Raises ConfigError where there is none, or it is too small."""
         if self._device_name != CPU:
             use_plain_segments()
         try:
-            self._device = find_device(self._device_name)
+            device = find_device(self._device_name)
+            check_capacity(device, self.capacity_bytes)
         except KvdError as error:
-            raise TierFailed(f"tiers, type torch: {error}") from error
-        check_capacity(self._device, self.capacity_bytes)
+            raise ConfigError(str(error)) from error
+        return device
 
     def adopt(self) -> list[Adopted]:
         return []

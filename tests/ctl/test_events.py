@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvd.testing.daemons import running_daemon
 from tests.ctl.conftest import run_here
-from tests.e2e.support import IDENTITY, LAYOUT, store, tokens_of
+from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of
 from tests.events.conftest import publishing
 
 if TYPE_CHECKING:
@@ -76,3 +78,11 @@ def test_without_events_it_says_what_to_set(daemon: RunningDaemon) -> None:
     done = run_here("events", KVD_ENDPOINT=daemon.endpoint)
     assert done.exit_code == 1
     assert "set events.endpoint" in done.stderr
+
+
+def test_without_a_replay_what_was_cannot_be_asked_for(tmp_path: Path) -> None:
+    events = {"endpoint": f"ipc://{tmp_path}/events"}
+    with running_daemon(settings(events=events)) as daemon:
+        done = run_here("events", "--since", 0, "--timeout", 30, KVD_ENDPOINT=daemon.endpoint)
+    assert done.exit_code == 1
+    assert "set events.replay_endpoint" in done.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +67,7 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         store(namespace, TOKENS)
         namespace.match([]).save("chat-7", TOKENS)
         for command in EXAMPLES:
-            patience = ["--timeout", 60] if command != "purge" else []
-            done = run_here(*example_of(command), *patience, KVD_ENDPOINT=daemon.endpoint)
+            done = run_here(*example_of(command), "--timeout", 60, KVD_ENDPOINT=daemon.endpoint)
             assert done.exit_code == 0, (command, done.output)
 
 
@@ -191,3 +193,70 @@ def test_without_its_extra_a_command_says_what_to_install(
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.endswith(f"install {extra}")
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    for typed, found in (("kvd-ctl pi", {"pin", "ping", "pins"}), ("kvd-ctl pin --o", {"--owner"})):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        done = run(_KVD_CTL_COMPLETE="complete_bash", **words)
+        assert set(done.stdout.split()) == found
+
+
+def test_it_knows_the_shell_that_it_is_to_teach() -> None:
+    show = f"{sys.executable} -m kvd_ctl --show-completion; true"  # or bash would be replaced by it
+    done = subprocess.run(["bash", "-c", show], capture_output=True, text=True)
+    assert "complete -o default -F _kvd_ctl_completion kvd-ctl" in done.stdout
+
+
+def test_who_may_not_ask_is_told_who_may(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    command = [sys.executable, "-c", AS_NOBODY, "ping", "--endpoint", f"ipc://{tmp_path}/kvd.sock"]
+    line = complaint(subprocess.run(command, capture_output=True, text=True))
+    assert line.endswith("is for its user, and for the group of ipc.group")
+
+
+# Imports all it can as root, who alone may read this Python perhaps.
+AS_NOBODY = """
+import os, zoneinfo
+from kvd_ctl.__main__ import main
+os.setuid(65534)
+main()
+"""
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [("kvd_ctl", "typer"), ("kvd", "anyio"), ("kvd_infer", "typer")]
+)
+def test_an_interrupt_of_an_import_ends_a_command_without_a_word(command: str, module: str) -> None:
+    code = INTERRUPTED_IMPORT.format(module=module, command=command)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+INTERRUPTED_IMPORT = """
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "{module}":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("{command}", run_name="__main__")
+"""
+
+
+def test_an_interrupt_of_a_command_that_waits_ends_it_without_a_word(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{tmp_path}/kvd.sock")
+        silent.listen()
+        command = [sys.executable, "-m", "kvd_ctl", "ping", "--timeout", "60"]
+        command += ["--endpoint", f"ipc://{tmp_path}/kvd.sock"]
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as waiting:
+            silent.accept()[0].close()  # it looks whether anybody listens
+            with silent.accept()[0]:
+                waiting.send_signal(signal.SIGINT)
+                assert waiting.communicate() == ("", "")
+                assert waiting.returncode == 130

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 from kvd.arena.membership import lock_unheld
+from kvd.arena.owner import lock_of
 from kvd.config import Config
+from kvd.protocol.units import format_bytes
 from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_ctl.purge import find_leftovers
 from tests.ctl.conftest import run_here, run_on_terminal
@@ -40,8 +46,8 @@ def purge(daemon: RunningDaemon, *args: str) -> list[str]:
     """The kinds of what was found, of this daemon's places alone."""
     done = run_here("purge", "--config", daemon.config_path, *args)
     assert (done.exit_code, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    return [line.split()[0] for line in lines[2:] if line[0] != "r"]
+    words = [line.split()[0] for line in done.stdout.splitlines()]
+    return [word for word in words if word in ("memory", "disk", "socket")]
 
 
 def places(daemon: RunningDaemon) -> list[Path]:
@@ -58,6 +64,19 @@ def test_of_a_daemon_that_runs_nothing_is_found(daemon: RunningDaemon, client: C
 def test_what_a_dead_daemon_left_is_shown_and_stays_in_a_dry_run(dead: RunningDaemon) -> None:
     assert purge(dead, "--dry-run") == ["memory", "disk", "socket"]
     assert all(place.exists() for place in places(dead))
+
+
+def test_the_total_is_told(dead: RunningDaemon) -> None:
+    asked = ["purge", "--config", dead.config_path, "--dry-run"]
+    found = json.loads(run_here(*asked, "--json").stdout)["leftovers"]
+    size = format_bytes(sum(one["num_bytes"] for one in found))
+    assert f"\nin all: 3, {size}\n" in run_here(*asked).stdout
+
+
+def test_without_a_file_the_daemon_that_answers_says_its_places(daemon: RunningDaemon) -> None:
+    said = run_here("purge", "--endpoint", daemon.endpoint, "--dry-run").stdout
+    assert said.startswith(f"places: what kvd, pid {daemon.pid}, says; this user's defaults\n")
+    assert str(daemon.directory) not in said
 
 
 def test_what_a_dead_daemon_left_is_removed(dead: RunningDaemon) -> None:
@@ -89,6 +108,27 @@ def test_on_a_terminal_it_asks(
     assert (ended, dead.directory.exists()) == (status, is_left)
 
 
+def test_an_interrupt_of_the_question_removes_nothing(dead: RunningDaemon) -> None:
+    ours, its = os.openpty()
+    command = [sys.executable, "-m", "kvd_ctl", "purge", "--config", str(dead.config_path)]
+    with subprocess.Popen(command, stdin=its, stdout=-1, stderr=-1) as asking:
+        assert asking.stderr
+        assert asking.stderr.read(1) == b"R"  # of the question
+        asking.send_signal(signal.SIGINT)
+        assert b"Traceback" not in asking.communicate()[1]
+        assert asking.returncode == 130
+    os.close(ours)
+    os.close(its)
+    assert dead.directory.exists()
+
+
+def test_a_socket_whose_lock_is_held_stays(dead: RunningDaemon) -> None:
+    held = lock_unheld(lock_of(Path(dead.endpoint.removeprefix("ipc://"))))
+    assert held is not None
+    assert purge(dead, "--yes") == ["memory", "disk"]
+    os.close(held)
+
+
 def test_without_a_terminal_it_wants_to_be_told(dead: RunningDaemon) -> None:
     done = run_here("purge", "--config", dead.config_path)
     assert (done.exit_code, dead.directory.exists()) == (2, True)
@@ -106,7 +146,7 @@ def test_directories_of_all_endpoints_are_found_by_their_locks(
     held = lock_unheld(tmp_path / "kvd/alive/daemon.lock")
     assert held is not None
     config = Config(endpoint=f"ipc://{tmp_path}/kvd.sock", directory=f"{tmp_path}/memory")
-    assert [one.path.name for one in find_leftovers(config)] == ["dead"]
+    assert [one.path.name for one in find_leftovers([config])] == ["dead"]
     os.close(held)
 
 

@@ -43,3 +43,21 @@ def test_tables_fit_80_columns_and_tell_whose(
     assert ended == 0
     assert re.search(told, said, re.MULTILINE)
     assert max(map(len, said.replace(daemon.endpoint, "").splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        ("config", ["key", "value", "origin"]),
+        ("sessions", ["client", "reserved", "requests"]),
+        ("namespaces", ["namespace", "model", "layout", "generation"]),
+        ("leases", ["session", "client", "detached"]),
+    ],
+)
+def test_on_a_narrow_terminal_no_column_is_lost(
+    command: str, columns: list[str], daemon: RunningDaemon, client: Client
+) -> None:
+    with client.open(Identity("model", "1"), LAYOUT).match([]):
+        _, said = run_on_terminal(command, KVD_ENDPOINT=daemon.endpoint, COLUMNS="40")
+    words = re.findall(r"\w+", said)
+    assert [column for column in columns if column not in words] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import tomllib
@@ -112,3 +113,26 @@ def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> No
     path.write_text(text)
     for command in ("install", "uninstall"):
         assert f"{path} cannot be read" in complaint(run(command, "--root", tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["../kept", "etc/kvd/../../../kept", "{}/kept", "etc/passwd", "usr/bin/kvd", ""]
+)
+def test_only_what_was_installed_is_uninstalled(tmp_path: Path, name: str) -> None:
+    root, kept = tmp_path / "root", tmp_path / "kept"
+    kept.touch()
+    ctl("install", "--root", root)
+    listed = {name.format(tmp_path): hashlib.sha256(b"").hexdigest()}
+    (root / "etc/kvd/installed.json").write_text(json.dumps(listed))
+    assert "which was never installed" in complaint(run("uninstall", "--root", root))
+    assert kept.exists()
+    assert SERVICE in files(root)
+
+
+def test_links_lead_neither_out_of_the_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "etc").mkdir(parents=True)
+    outside.mkdir()
+    (root / "etc/systemd").symlink_to(outside)
+    assert f"leads to {outside}" in complaint(run("install", "--root", root))
+    assert files(outside) == set()

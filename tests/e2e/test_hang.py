@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.testing.daemons import DaemonFailed, RunningDaemon, running_daemon
-from kvd.testing.faults import Faults, set_faults
+from kvd.testing.faults import SWITCH, Faults, set_faults
 from kvd_client import DeadlineExceeded
 from tests.arena.conftest import child, shm  # noqa: F401 - fixtures
 from tests.e2e.support import BLOCK, eventually, holds, store, tokens_of, with_store
@@ -146,6 +148,21 @@ def test_sequences_on_a_disk_that_hangs_end_the_start_with_words(daemon: Running
     os.mkfifo(copies / "one.sequence")  # nobody writes it: who reads it hangs
     with pytest.raises(DaemonFailed, match="kvd: the disk of saved sequences does not answer"):
         daemon.start()
+
+
+def test_a_stop_does_not_wait_for_a_start_that_hangs() -> None:
+    with running_daemon(with_store(grace_seconds=0.1)) as daemon:
+        daemon.stop()
+        switch = daemon.data_directory / SWITCH
+        os.mkfifo(switch)
+        command = [sys.executable, "-m", "kvd", "--config", str(daemon.config_path)]
+        with (
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as start,
+            switch.open("w"),  # when the tier reads it; it reads on until this is closed
+        ):
+            start.terminate()
+            assert "reason=left the start does not end" in start.communicate()[1]
+            assert start.returncode == 0
 
 
 # --- an operator ---

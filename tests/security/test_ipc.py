@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.arena.owner import share
+from kvd.arena.owner import check_group
 from kvd.protocol.errors import ConfigError
 from kvd.testing.daemons import DaemonFailed, RunningDaemon, running_daemon
 from kvd_client import Client, Forbidden
@@ -93,12 +93,14 @@ def test_a_member_of_the_group_maps_memory_and_others_do_not_come() -> None:
         inside, outside = (run_as_nobody(daemon.endpoint, group) for group in (NOBODY, 12345))
         assert (inside.stdout, inside.returncode) == ("True True\n", 0), inside.stderr
         assert (outside.stdout, outside.returncode) == ("", 1)
-        assert f"{daemon.endpoint} is not for this user: see its group" in outside.stderr
+        assert (
+            f"{daemon.endpoint} is for its user, and for the group of ipc.group" in outside.stderr
+        )
 
 
-def test_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_group_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no group 'nonesuch'.*ipc.group"):
-        share(tmp_path, "nonesuch", 0o750)
+        check_group("nonesuch")
     with (
         pytest.raises(DaemonFailed, match="no group 'nonesuch'"),
         running_daemon({"ipc": {"group": "nonesuch"}}),

@@ -153,7 +153,9 @@ def test_a_daemon_that_starts_or_stops_is_healthy_and_not_ready() -> None:
 def test_a_port_that_is_taken_is_one_line() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(DaemonFailed, match=r"kvd: 127\.0\.0\.1:\d+ cannot be bound"),
+        pytest.raises(
+            DaemonFailed, match=r"127\.0\.0\.1:\d+ cannot be bound: .*: set http\.endpoint"
+        ),
         running_daemon({"http": {"endpoint": f"127.0.0.1:{server.getsockname()[1]}"}}),
     ):
         pass

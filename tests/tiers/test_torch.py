@@ -103,11 +103,12 @@ def test_a_tier_touches_nothing_before_it_is_opened(shm: Path) -> None:  # noqa:
 # --- open and close ---
 
 
-def test_a_gpu_that_is_not_there_is_a_failure(shm: Path) -> None:  # noqa: F811
-    tier = make(shm / "kvd", device=GPU)
-    with pytest.raises(TierFailed, match="none of the"):
-        tier.open(1)
-    tier.close()
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
+    shm: Path,  # noqa: F811
+) -> None:
+    with pytest.raises(ConfigError, match="none of the"):
+        make(shm / "kvd", device=GPU).check()
+    assert not (shm / "kvd").exists()
 
 
 def test_one_tier_owns_a_directory(tier: TorchTier) -> None:
