@@ -147,8 +147,8 @@ def test_a_check_beside_a_daemon_that_runs_says_so() -> None:
 
 def test_a_check_says_what_hinders_traces(path: Path) -> None:
     collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
-    done = run("--config", path, "--check", OTEL_EXPORTER_OTLP_PROTOCOL="grpc", **collector)
-    assert done.stdout.count("note: OTEL_EXPORTER_OTLP_PROTOCOL is grpc") == 2
+    done = run("--config", path, "--check", OTEL_EXPORTER_OTLP_PROTOCOL="http/json", **collector)
+    assert done.stdout.count("note: OTEL_EXPORTER_OTLP_PROTOCOL is http/json") == 2
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])

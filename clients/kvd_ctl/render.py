@@ -315,8 +315,12 @@ def table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     Nothing is cut off: where folding is not enough, lines are longer than the terminal is wide.
     """
     if rows:
+        made = made_table(rows)
+        least = sum(1 + (column.min_width or 0) for column in made.columns)
+        if least > console.width:
+            made.width = least
         console.print(f"{title}:")
-        console.print(made_table(rows), crop=False)
+        console.print(made, crop=False)
     else:
         console.print(f"{title}: none")
 
