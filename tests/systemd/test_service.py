@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
 
 from tests.e2e.support import eventually
-from tests.systemd.conftest import BINARIES, SOURCE, UNITS, Box
+from tests.systemd.conftest import BINARIES, ENGINE, ROOT, SOURCE, UNITS, Box
 
 STORE = """
 with Client(timeout=30.0) as client:
@@ -21,6 +22,7 @@ with Client(timeout=30.0) as client:
         print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
 """
 ALL = "16 True"
+OPERATING = (ROOT / "config/OPERATING.md").read_text()
 CONFIGURATION = "/etc/kvd/kvd.toml"
 IN_MEMORY = "4 blocks in host"
 # Holds leases while kvd goes, and has them again when it is back.
@@ -137,6 +139,25 @@ def test_a_reload_is_done_when_it_returns_and_keeps_what_is_cached(service: Box)
     service.run("systemctl", "reload", "kvd.service")
     assert [each["value"] for each in values if each["key"] == "limits.pins"] == [7]
     assert (service.show("MainPID"), service.engine(MATCH)) == (pid, ALL)
+
+
+def test_with_a_door_for_operators_a_reload_goes_there(
+    box: Box, service_with: Callable[[str], Box]
+) -> None:
+    (lines,) = re.findall(r"^ExecReload=.*\n^ExecReload=.*", OPERATING, re.MULTILINE)
+    (operator,) = re.findall(r"^# /etc/kvd/kvd.toml: (.*)", OPERATING, re.MULTILINE)
+    text = box.run("cat", CONFIGURATION)
+    box.write(CONFIGURATION, f"{operator}\n{text}")
+    try:
+        service = service_with(lines)
+        service.run("systemctl", "reload", "kvd.service")
+        service.engine(STORE)
+        assert service.engine(MATCH) == ALL
+        refused = service.try_("runuser", "-u", ENGINE, "--", f"{BINARIES}/kvd-ctl", "status")
+    finally:
+        box.write(CONFIGURATION, text)
+    assert refused.returncode == 1
+    assert "operators ask at operator.endpoint" in refused.stderr
 
 
 def test_it_is_started_again_after_a_kill_and_has_what_was_cached(service: Box) -> None:
