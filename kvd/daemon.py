@@ -111,8 +111,10 @@ class Daemon(AsyncContextManagerMixin):
             self.places = Places(self.config, self._listeners)
             self.directory = self.places.directory
             self.data_directory = self.places.data_directory
-            places = self.directory, self.data_directory
-            self._tiers = [load_tier(section, *places) for section in self.config.tiers]
+            self._tiers = [
+                load_tier(section, self.directory, self.data_directory)
+                for section in self.config.tiers
+            ]
             first, *below = self._tiers
             if not isinstance(first, MemoryTier):
                 raise ConfigError(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvd.arena.owner import check_private
 from kvd.arena.page_table import record_bytes
-from kvd.protocol.errors import BadRequest, ConfigError
+from kvd.config import choosing
+from kvd.protocol.errors import BadRequest
 from kvd.protocol.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,10 +68,8 @@ class Tier(ABC):
         It changes nothing.
         """
         if self.directory is not None:
-            try:
+            with choosing("directory"):
                 check_private(self.directory)
-            except ConfigError as error:
-                raise ConfigError(f"{error}: set directory") from error
 
     @abstractmethod
     def open(self, epoch: int) -> None:
