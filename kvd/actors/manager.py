@@ -180,7 +180,7 @@ class Manager:
         self.carry_out(self.state.configure(config.cache, config.limits, quotas))
         self._config = config
         self.reserves.serve()
-        self._untidy.set()
+        self._see_to_memory()
         self.changed.set()
 
     # --- namespaces ---
@@ -201,7 +201,7 @@ class Manager:
             namespace = self.state.open_namespace(session, key, identity, salt, arena, quota=quota)
             if known is None:
                 self._tell_stores(info)
-        self._untidy.set()
+        self._see_to_memory()
         return Opened(namespace, self.arenas[arena.id])
 
     async def _place_for(self, info: NamespaceInfo) -> ArenaState:
@@ -509,7 +509,7 @@ class Manager:
     @property
     def tier_names(self) -> tuple[str, ...]:
         """The fastest first."""
-        return (self._tier.tier.name, *(store.tier.name for store in self._stores))
+        return (self._tier.tier.name, *(store.name for store in self._stores))
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""
@@ -620,7 +620,7 @@ class Manager:
             await anyio.sleep(BACKING_PAUSE_SECONDS)
             self.state.memory.may_back = True
             self.reserves.serve()
-            self._untidy.set()
+            self._see_to_memory()
 
 
 def _quota(config: Config, identity: Identity, salt: str) -> Quota:

@@ -272,7 +272,7 @@ class Mover:
                 actor.state, waiting
             ):
                 raise TierFailed(
-                    f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
+                    f"tier {actor.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
 
     # --- up ---
@@ -305,7 +305,7 @@ class Mover:
                 await work.done.wait()
                 num_blocks = space.tree.find(tokens).total_blocks - before
                 if lacking.keys and num_blocks > 0:
-                    came[self._stores[lacking.tier - 1].tier.name] += num_blocks
+                    came[self._stores[lacking.tier - 1].name] += num_blocks
                 if not work.is_good:
                     break
         return dict(came)

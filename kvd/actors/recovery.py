@@ -132,7 +132,7 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     seconds = time.monotonic() - started
     logger.info(
         "tier=%s: %d blocks recovered, %d without a root, in %.2f s",
-        actor.tier.name,
+        actor.name,
         len(records) - len(lost),
         len(lost),
         seconds,

@@ -348,9 +348,8 @@ class Router:
         socket, name = self._doors.way_to(identity)
         try:
             socket.send_multipart((name, encode(reply), *frames), NOBLOCK)
-        except zmq.ZMQError as error:  # host unreachable, or its queue is full
-            self.counters["replies_undeliverable"] += 1
-            logger.debug("reply %s undeliverable: %s", reply.id, error)
+        except zmq.ZMQError as error:
+            self._note_undeliverable(reply, error)
             return False
         return True
 
@@ -360,14 +359,18 @@ class Router:
         socket, name = self._doors.way_to(identity)
         message: list[Any] = [name, encode(answer.reply), *answer.frames]
         try:
-            tracker = socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
+            tracker = socket.send_multipart(message, NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             self._transfers.let_go(hold)
-            self.counters["replies_undeliverable"] += 1
-            logger.debug("pages undeliverable: %s", error)
+            self._note_undeliverable(answer.reply, error)
         else:
             assert tracker is not None
             self._transfers.sent(hold, tracker)
+
+    def _note_undeliverable(self, reply: AnyReply, error: zmq.ZMQError) -> None:
+        """Its client cannot be reached, or its queue is full."""
+        self.counters["replies_undeliverable"] += 1
+        logger.debug("reply %s undeliverable: %s", reply.id, error)
 
     def _undo(self, identity: bytes, request: AnyRequest) -> None:
         """Nobody will ever know of these leases."""

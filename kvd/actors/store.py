@@ -463,7 +463,7 @@ class StoreActor:
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LAST_PAUSE_SECONDS)
                 if await self._works():
-                    logger.warning("reason=works_again tier=%s works again", self.tier.name)
+                    logger.warning("reason=works_again tier=%s works again", self.name)
                     self.trouble = ""
             self._failed = anyio.Event()
 
