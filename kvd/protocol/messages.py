@@ -61,7 +61,7 @@ class Failure(Struct, tag="failure", frozen=True, omit_defaults=True):
     details: dict[str, Any] = {}
 
 
-# --- requests --------------------------------------------------------------------------------
+# --- requests ---
 
 
 class Request(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -448,7 +448,7 @@ AnyRequest: TypeAlias = (
 )
 
 
-# --- replies ---------------------------------------------------------------------------------
+# --- replies ---
 
 
 class Reply(Struct, kw_only=True, frozen=True, omit_defaults=True):

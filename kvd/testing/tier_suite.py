@@ -49,7 +49,7 @@ BATCH = 8
 PLACES = 16  # of batches, that a child writes to in turn
 
 
-# --- stores ----------------------------------------------------------------------------------
+# --- stores ---
 
 
 def key_of(number: int) -> BlockKey:
@@ -404,7 +404,7 @@ class StoreTierSuite:
         return last
 
 
-# --- memory ----------------------------------------------------------------------------------
+# --- memory ---
 
 
 class MemoryTierSuite:

@@ -80,7 +80,7 @@ class Tier(ABC):
         """Let go of everything; what survives stays where it is. Idempotent."""
 
 
-# --- memory ----------------------------------------------------------------------------------
+# --- memory ---
 
 
 class TierArena(ABC):
@@ -202,7 +202,7 @@ def num_pages_within(capacity_bytes: int, layout: Layout, row_bytes: int, extent
     return capacity_bytes // extent_bytes * extent_pages
 
 
-# --- stores ----------------------------------------------------------------------------------
+# --- stores ---
 
 
 def most_about_bytes(layout: Layout) -> int:
