@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 from typer.testing import CliRunner
 
-from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Client
 from kvd_ctl.__main__ import app
-from tests.e2e.support import IDENTITY, LAYOUT, settings
+from tests.e2e.support import IDENTITY, LAYOUT, faultless_daemon, settings
 
 if TYPE_CHECKING:
     from click.testing import Result
 
+    from kvd.testing.daemons import RunningDaemon
     from kvd_client import Namespace
 
 Done: TypeAlias = subprocess.CompletedProcess[str]
@@ -50,15 +50,22 @@ def run_on_terminal(*args: object, answer: str = "", **environment: str) -> tupl
         stdin=its,
         stdout=its,
         stderr=its,
-        env=os.environ
-        | {"TERM": "dumb"}
-        | environment,  # of which 80 columns are taken for granted
+        # Of such a terminal 80 columns are taken for granted.
+        env=os.environ | {"TERM": "dumb"} | environment,
     )
     os.close(its)
     os.write(ours, answer.encode())
     output = b"".join(iter(lambda: _read(ours), b""))
     os.close(ours)
     return process.wait(), output.decode().replace("\r\n", "\n")
+
+
+def complaint(done: Done) -> str:
+    """The one line of a command that failed."""
+    assert (done.returncode, done.stdout) == (1, ""), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvd-ctl: ")
+    return line
 
 
 def _read(terminal: int) -> bytes:
@@ -70,9 +77,8 @@ def _read(terminal: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon(settings()) as daemon:
+    with faultless_daemon(settings()) as daemon:
         yield daemon
-        assert "reason=internal" not in daemon.log, daemon.log
 
 
 @pytest.fixture
