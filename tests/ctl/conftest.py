@@ -50,8 +50,7 @@ def run_on_terminal(*args: object, answer: str = "", **environment: str) -> tupl
         stdin=its,
         stdout=its,
         stderr=its,
-        # Of such a terminal 80 columns are taken for granted.
-        env=os.environ | {"TERM": "dumb"} | environment,
+        env=os.environ | {"TERM": "dumb", "COLUMNS": "80", "LINES": "24"} | environment,
     )
     os.close(its)
     os.write(ours, answer.encode())

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent.parent
 BOX = Path(__file__).with_name("systemd-box")
 CANNOT_RUN_HERE = 77
 
-CONFIGURATION = "/etc/kvd/kvd.toml"
 UNITS = "/etc/systemd/system"
 DROP_IN = f"{UNITS}/kvd.service.d/test.conf"
 SOURCE = Path("/opt/kvd/source")
@@ -65,17 +64,6 @@ from kvd import systemd
 from kvd_client import *
 from tests.e2e.support import *
 """
-STORE = """
-with Client(timeout=30.0) as client:
-    store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
-"""
-MATCH = """
-with Client(timeout=30.0) as client:
-    assert client.wait_attached(30.0)
-    with client.open(IDENTITY, LAYOUT).match(tokens_of(1, 4)) as lease:
-        print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
-"""
-ALL = "16 True"
 
 
 class Box:

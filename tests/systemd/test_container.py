@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.support import eventually
-from tests.systemd.conftest import ALL, BINARIES, MATCH, PROLOGUE, PYTHON, ROOT, STORE, Box
+from tests.systemd.conftest import BINARIES, PROLOGUE, PYTHON, ROOT, Box
+from tests.systemd.test_service import ALL, MATCH, STORE
 
 if TYPE_CHECKING:
     import subprocess

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.systemd.conftest import ALL, BINARIES, CONFIGURATION, MATCH, STORE, UNITS, Box
+from tests.systemd.conftest import BINARIES, UNITS, Box
+from tests.systemd.test_service import ALL, CONFIGURATION, MATCH, STORE
 
 HUGE = """
 endpoint = "ipc:///run/kvd.sock"

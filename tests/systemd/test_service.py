@@ -8,17 +8,20 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.support import eventually
-from tests.systemd.conftest import (
-    ALL,
-    BINARIES,
-    CONFIGURATION,
-    MATCH,
-    SOURCE,
-    STORE,
-    UNITS,
-    Box,
-)
+from tests.systemd.conftest import BINARIES, SOURCE, UNITS, Box
 
+STORE = """
+with Client(timeout=30.0) as client:
+    store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
+"""
+MATCH = """
+with Client(timeout=30.0) as client:
+    assert client.wait_attached(30.0)
+    with client.open(IDENTITY, LAYOUT).match(tokens_of(1, 4)) as lease:
+        print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
+"""
+ALL = "16 True"
+CONFIGURATION = "/etc/kvd/kvd.toml"
 IN_MEMORY = "4 blocks in host"
 # Holds leases while kvd goes, and has them again when it is back.
 HOLD = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.systemd.conftest import BINARIES, ENGINE, PROLOGUE, PYTHON, STORE, Box
+from tests.systemd.conftest import BINARIES, ENGINE, PROLOGUE, PYTHON, Box
+from tests.systemd.test_service import STORE
 
 PLACES = ("/dev/shm/kvd", "/var/lib/kvd", "/run/kvd.sock")
 MATCH_OUTSIDE = """
