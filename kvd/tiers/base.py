@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from kvd.arena.owner import check_private
 from kvd.arena.page_table import record_bytes
 from kvd.config import choosing
+from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest
+from kvd.protocol.messages import EXTRA_BYTES
 from kvd.protocol.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from kvd.protocol.messages import DeviceMemory, Run
 
 # What the rows of a block have at most, a token: its id and a digest of what lies beside it.
-MAX_ROW_BYTES = 36
+MAX_ROW_BYTES = TOKEN_BYTES + EXTRA_BYTES
 # What is kept of a page may be this large beside it.
 MAX_RECORD_FRACTION = 0.5
 
