@@ -24,7 +24,7 @@ from opentelemetry.trace import get_current_span, use_span
 from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
 from kvd.actors.operators import WITHOUT_SESSION, Operators
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
-from kvd.actors.signal import Signal
+from kvd.actors.signal import Signal, Want
 from kvd.actors.traces import tell_answer
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
@@ -137,9 +137,9 @@ class Router:
         self._header = header
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
         self._later: list[tuple[bytes, AnyRequest, Later, Session | Operators, Span]] = []
-        self._stirred = anyio.Event()
+        self._stirred = Want()
         self._attaching: deque[tuple[bytes, AttachRequest, Span]] = deque()
-        self._knocked = anyio.Event()
+        self._knocked = Want()
         self._configured = Signal()
         self._drained = Signal()
         self._is_closing = False
@@ -213,7 +213,6 @@ class Router:
     async def _start_later(self, tasks: TaskGroup) -> None:
         while not self._is_closing:
             await self._stirred.wait()
-            self._stirred = anyio.Event()
             work, self._later = self._later, []
             for each in work:
                 tasks.start_soon(self._finish, *each)
@@ -409,7 +408,6 @@ class Router:
         """Attach who waits for it, one by one, and serve everybody else between."""
         while True:
             await self._knocked.wait()
-            self._knocked = anyio.Event()
             while self._attaching:
                 identity, request, span = self._attaching.popleft()
                 with use_span(span, end_on_exit=True):
