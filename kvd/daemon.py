@@ -6,7 +6,6 @@ router that owns the socket. Calls go down that line and results come back as re
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 from collections import Counter
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvd.protocol.messages import ConfigValue, TierStatus
-
-logger = logging.getLogger(__name__)
 
 # Of the time that a stop may take: for the tiers to end what they do and to be left whole.
 CLOSING_SHARE = 0.2
