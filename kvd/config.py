@@ -48,6 +48,15 @@ def naming(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
+@contextmanager
+def choosing(key: str) -> Iterator[None]:
+    """Of a place that cannot be used, the key is told that chooses it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error}: set {key}") from error
+
+
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Eviction starts in the background above `high_watermark` and stops at `low_watermark`.
 

@@ -6,7 +6,6 @@ router that owns the socket. Calls go down that line and results come back as re
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 from collections import Counter
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvd.protocol.messages import ConfigValue, TierStatus
-
-logger = logging.getLogger(__name__)
 
 # Of the time that a stop may take: for the tiers to end what they do and to be left whole.
 CLOSING_SHARE = 0.2
@@ -111,8 +108,10 @@ class Daemon(AsyncContextManagerMixin):
             self.places = Places(self.config, self._listeners)
             self.directory = self.places.directory
             self.data_directory = self.places.data_directory
-            places = self.directory, self.data_directory
-            self._tiers = [load_tier(section, *places) for section in self.config.tiers]
+            self._tiers = [
+                load_tier(section, self.directory, self.data_directory)
+                for section in self.config.tiers
+            ]
             first, *below = self._tiers
             if not isinstance(first, MemoryTier):
                 raise ConfigError(

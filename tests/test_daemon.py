@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,6 @@ from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, settings, tokens_of
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
-
-Ask = Callable[[AnyRequest, bytes | None], Awaitable[AnyReply]]
 
 
 def config(base: Path, name: str = "kvd", **sections: Any) -> Config:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.protocol.codec import TOKEN_BYTES, TokenIds, pack_tokens
 from kvd.protocol.errors import BadRequest
+from kvd.protocol.messages import EXTRA_BYTES
 
 if TYPE_CHECKING:
     from kvd.protocol.layout import Layout
     from kvd.protocol.messages import Extras
 
-# What else identifies a position: 32 bytes, a digest of the image there, say.
+# A position, and the EXTRA_BYTES that identify it beside its token.
 ExtraItems: TypeAlias = Sequence[tuple[int, bytes]]
 
 MAX_TOKENS = 1 << 40
-EXTRA_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)

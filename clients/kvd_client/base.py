@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import sys
@@ -69,7 +68,6 @@ from kvd.protocol.messages import (
 )
 from kvd_client.asked import ExtraItems, check_tokens, pack_extras
 from kvd_client.keys import load_keys
-from kvd_client.lease import LeaseBase
 from kvd_client.session import (
     Answered,
     Call,
@@ -86,13 +84,11 @@ from kvd_client.transport import Connection
 
 if TYPE_CHECKING:
     from kvd_client.binding import Binding
+    from kvd_client.lease import LeaseBase
     from kvd_client.namespace import NamespaceBase
-
-logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=AnyReply)
 T = TypeVar("T")
-L = TypeVar("L", bound=LeaseBase)
 
 # A shorter silence says nothing of the daemon: one caller's tiny timeout is nobody else's outage.
 SUSPECT_SECONDS = 0.2

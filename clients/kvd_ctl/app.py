@@ -31,6 +31,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.", m
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Limit = Annotated[int, typer.Option(help="List so many at most.", min=1, max=1000)]
 Owner = Annotated[str, typer.Option(help="Whose pins they are.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Text = Annotated[str | None, typer.Option(help="A prompt as text, instead of TOKENS.")]
 TokenizerFolder = Annotated[
     Any, typer.Option(parser=load_tokenizer, metavar="DIR", help="A model's folder, to read text.")
@@ -96,6 +97,12 @@ def check_listening(endpoint: str) -> None:
         if is_default(endpoint):
             message += f"; as a service it listens on ipc://{SYSTEM_SOCKET}"
         raise DaemonUnavailable(message) from error
+
+
+def check_can_ask(what: str) -> None:
+    """Refuse, where nobody could confirm it, what is asked for without --yes (BadParameter)."""
+    if not sys.stdin.isatty():
+        raise typer.BadParameter(f"needed to {what} without asking", param_hint="--yes")
 
 
 def confirm(question: str) -> None:

@@ -1,6 +1,5 @@
 """Commands that say what a running kvd keeps, and how it goes on."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -16,7 +15,9 @@ from kvd_ctl.app import (
     Text,
     Timeout,
     TokenizerFolder,
+    Yes,
     app,
+    check_can_ask,
     client_of,
     confirm,
 )
@@ -89,7 +90,7 @@ def drop(
     from_token: Annotated[
         int, typer.Option(help="Keep the blocks before the one of this token.", min=0)
     ] = 0,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     endpoint: Endpoint = None,
     timeout: Timeout = 2.0,
     as_json: Json = False,
@@ -99,8 +100,8 @@ def drop(
         raise typer.BadParameter(
             "it counts in TOKENS, which are missing", param_hint="--from-token"
         )
-    if tokens is None and not yes and not sys.stdin.isatty():
-        raise typer.BadParameter("needed to drop a namespace without asking", param_hint="--yes")
+    if tokens is None and not yes:
+        check_can_ask("drop a namespace")
     with client_of(endpoint, timeout) as client:
         if tokens is None and not yes:
             confirm(commands.question(client, namespace))

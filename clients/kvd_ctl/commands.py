@@ -12,6 +12,7 @@ from kvd_client import (
     BadRequest,
     Client,
     NamespaceStatus,
+    UnknownNamespace,
     UnknownSequence,
     format_bytes,
     to_json,
@@ -150,15 +151,15 @@ def unpin(client: Client, pins: Sequence[int], owner: str, *, as_json: bool) -> 
 
 
 def namespace(spaces: Iterable[NamespaceStatus], number: int) -> NamespaceStatus:
-    """The namespace of a number. Raises BadRequest for an unknown one."""
+    """The namespace of a number. Raises UnknownNamespace."""
     for each in spaces:
         if each.namespace == number:
             return each
-    raise BadRequest(f"there is no namespace {number}")
+    raise UnknownNamespace(f"there is no namespace {number}")
 
 
 def question(client: Client, number: int) -> str:
-    """What to ask before all of a namespace is dropped. Raises BadRequest for an unknown one."""
+    """What to ask before all of a namespace is dropped. Raises UnknownNamespace."""
     each = namespace(client.status().namespaces, number)
     salt = f", salt {each.salt}" if each.salt else ""
     return f"Drop all {each.num_blocks} blocks of namespace {number} ({each.model}{salt})?"

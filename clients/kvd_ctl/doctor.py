@@ -170,7 +170,7 @@ def _existing(path: Path) -> Path:
     return next(one for one in (path, *path.parents) if os.path.exists(one))
 
 
-# --- room ------------------------------------------------------------------------------------
+# --- room ---
 
 
 def shared_memory(directory: Path, wanted_bytes: int, left_bytes: int) -> Finding:
@@ -241,7 +241,7 @@ def disk(directory: Path, wanted_bytes: int) -> Finding:
     return Finding("ok", "disk", found)
 
 
-# --- rights and limits -----------------------------------------------------------------------
+# --- rights and limits ---
 
 
 def permissions(wanted: Wanted, endpoint: Path) -> Iterator[Finding]:
@@ -305,7 +305,7 @@ def tier_troubles(status: StatusReply | None) -> Iterator[Finding]:
             yield Finding("bad", f"tier {tier.name}", tier.trouble, "see kvd's log")
 
 
-# --- libraries, devices, clocks --------------------------------------------------------------
+# --- libraries, devices, clocks ---
 
 
 def libraries() -> Iterator[Finding]:

@@ -1,6 +1,5 @@
 """Commands for a machine: the service, what daemons have left, what kvd needs, the keys of TCP."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,17 @@ import typer
 from kvd.config import Config
 from kvd_client import ClientStatus
 from kvd_ctl import keys, service
-from kvd_ctl.app import Endpoint, Json, Timeout, app, client_of, confirm, failures
+from kvd_ctl.app import (
+    Endpoint,
+    Json,
+    Timeout,
+    Yes,
+    app,
+    check_can_ask,
+    client_of,
+    confirm,
+    failures,
+)
 from kvd_ctl.doctor import examine
 from kvd_ctl.purge import find_leftovers, remove_leftovers, tell_leftovers
 from kvd_ctl.settings import find_settings
@@ -68,7 +77,7 @@ def uninstall(
 
 @app.command(epilog="Example: kvd-ctl purge --dry-run")
 def purge(
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
     config: ConfigFile = None,
     endpoint: Endpoint = None,
@@ -90,8 +99,7 @@ def purge(
     if not as_json:
         tell_leftovers("; ".join(looked_at), found)
     if found and not (yes or dry_run):
-        if not sys.stdin.isatty():
-            raise typer.BadParameter("needed to remove without asking", param_hint="--yes")
+        check_can_ask("remove")
         confirm("Remove all of these?")
     if not remove_leftovers(found, dry_run=dry_run, as_json=as_json):
         raise typer.Exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.codec import TOKEN_BYTES, pack_tokens
 
 SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 MAX_DAYS = 365
@@ -54,7 +53,7 @@ def _packed(text: bytes) -> bytes:
         ids = _ids.decode(text if text.lstrip().startswith(b"[") else b"[%b]" % text)
     except msgspec.MsgspecError as error:
         raise typer.BadParameter(f"not a list of token ids: {error}") from error
-    return struct.pack(f"<{len(ids)}I", *ids)
+    return pack_tokens(ids)
 
 
 def parse_duration(text: str) -> float:

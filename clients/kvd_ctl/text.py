@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.codec import pack_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,12 +42,11 @@ def tokens_of(tokens: bytes | None, text: str | None, tokenizer: Tokenizer | Non
         return tokens
     if tokenizer is None:
         raise typer.BadParameter("needed to read --text", param_hint="--tokenizer")
-    ids: list[int] = tokenizer.encode(text).ids
-    return struct.pack(f"<{len(ids)}I", *ids)
+    return pack_tokens(tokenizer.encode(text).ids)
 
 
 def ids_of(tokens: bytes) -> list[int]:
-    return list(struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens))
+    return memoryview(tokens).cast("I").tolist()
 
 
 def text_of(tokens: bytes, tokenizer: Tokenizer) -> str:

@@ -30,7 +30,7 @@ WORKSPACE_BYTES = 128 << 20
 TOLERANCE = 3e-2
 
 
-# --- run by run ------------------------------------------------------------------------------
+# --- run by run ---
 
 
 def attend_run(
@@ -107,7 +107,7 @@ def _repeated(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tens
     return keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
 
 
-# --- over a block table ----------------------------------------------------------------------
+# --- over a block table ---
 
 
 class Table(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvd.actors.signal import Signal
 from kvd.cache.changes import Came, Change, Went
-from kvd.cache.rows import EXTRA_BYTES, NO_EXTRA, row_bytes
+from kvd.cache.rows import NO_EXTRA, row_bytes
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.events import (
     SEQ_BYTES,
@@ -23,6 +23,7 @@ from kvd.protocol.events import (
     hashes_of,
     topic,
 )
+from kvd.protocol.messages import EXTRA_BYTES
 
 if TYPE_CHECKING:
     from kvd.cache.memory import Namespace

@@ -24,6 +24,7 @@ from kvd.actors.copies import pages_named
 from kvd.actors.origins import Origins
 from kvd.actors.queue import CallQueue
 from kvd.actors.reserves import Reserves
+from kvd.actors.signal import Signal, Want
 from kvd.actors.status import memory_status, store_status
 from kvd.actors.tier import TierActor, backing_pieces
 from kvd.actors.together import together
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
     from numpy.typing import NDArray
 
-    from kvd.actors.signal import Signal
     from kvd.actors.store import StoreActor
     from kvd.arena.base import Arena
     from kvd.arena.device import DeviceArena
@@ -137,12 +137,12 @@ class Manager:
         self.trouble = ""
         self.origins = Origins()
         self._opening = anyio.Lock()
-        self.reserves = Reserves(self.state, self._write, self._see_to_memory)
+        self._untidy = Want()
+        self._pinned = Want()
+        self._paused = Want()
+        self.reserves = Reserves(self.state, self._write, self._untidy.set)
         # Work for the tier's thread.
         self.queue = CallQueue(tier.tier.name)
-        self._untidy = anyio.Event()
-        self._pinned = anyio.Event()
-        self._paused = anyio.Event()
         self._holds = itertools.count(1)
         self._earlier: set[int] = set()
         self._untold: set[int] = set()
@@ -157,13 +157,9 @@ class Manager:
             task_status.started()
             while not self._closing:
                 await self._untidy.wait()
-                self._untidy = anyio.Event()
                 self.carry_out(self.state.memory.trim())
                 self._write(self.state.memory.back_ahead())
             tasks.cancel_scope.cancel()
-
-    def _see_to_memory(self) -> None:
-        self._untidy.set()
 
     def close(self) -> None:
         """Begin nothing more; memory that was being given is given up."""
@@ -486,7 +482,6 @@ class Manager:
             seconds = math.inf if expiry is None else max(0.0, expiry - time.monotonic())
             with anyio.move_on_after(seconds):
                 await self._pinned.wait()
-            self._pinned = anyio.Event()
             self.carry_out(self.state.expire(time.monotonic()))
 
     def drop(self, item: DropItem, tokens: Tokens) -> DropResult:
@@ -509,7 +504,7 @@ class Manager:
     @property
     def tier_names(self) -> tuple[str, ...]:
         """The fastest first."""
-        return (self._tier.tier.name, *(store.tier.name for store in self._stores))
+        return (self._tier.tier.name, *(store.name for store in self._stores))
 
     def tier_status(self) -> tuple[TierStatus, ...]:
         """All tiers, the fastest first."""
@@ -615,7 +610,6 @@ class Manager:
 
     async def _resume_backing(self) -> None:
         while True:
-            self._paused = anyio.Event()
             await self._paused.wait()
             await anyio.sleep(BACKING_PAUSE_SECONDS)
             self.state.memory.may_back = True

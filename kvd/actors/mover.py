@@ -59,7 +59,7 @@ DEMOTE_BYTES = 64 << 20
 PROMOTE_BYTES = 16 << 20
 HELD_FRACTION = 16
 # What is summed at once, in the thread that gives memory: some milliseconds.
-SUM_BYTES = 32 << 20
+SUMMED_BYTES = 32 << 20
 # A promotion that finds no pages in this time is given up: those in use may stay so for long.
 PROMOTE_SECONDS = 0.5
 # What is prefetched is given up after so long, and so many at once.
@@ -272,7 +272,7 @@ class Mover:
                 actor.state, waiting
             ):
                 raise TierFailed(
-                    f"tier {actor.tier.name} took not all blocks: {actor.trouble or 'it is full'}"
+                    f"tier {actor.name} took not all blocks: {actor.trouble or 'it is full'}"
                 )
 
     # --- up ---
@@ -305,7 +305,7 @@ class Mover:
                 await work.done.wait()
                 num_blocks = space.tree.find(tokens).total_blocks - before
                 if lacking.keys and num_blocks > 0:
-                    came[self._stores[lacking.tier - 1].tier.name] += num_blocks
+                    came[self._stores[lacking.tier - 1].name] += num_blocks
                 if not work.is_good:
                     break
         return dict(came)
@@ -357,7 +357,7 @@ class Mover:
                     async with self._promoting[self._stores[lacking.tier - 1]]:
                         work.is_good = await self._promote(space, tokens, work)
                 else:
-                    size = max(1, SUM_BYTES // space.arena.layout.page_bytes)
+                    size = max(1, SUMMED_BYTES // space.arena.layout.page_bytes)
                     await self._manager.queue.call(self.verify, space.arena, lacking.pages[:size])
                     work.is_good = True
             except KvdError as error:
@@ -429,7 +429,7 @@ class Mover:
         if arena is None or state is None:
             return
         pages = pages[state.pool.states[pages] == PageState.COMMITTED]
-        size = max(1, SUM_BYTES // arena.layout.page_bytes)
+        size = max(1, SUMMED_BYTES // arena.layout.page_bytes)
         if len(pages) > size:
             self._manager.unsummed.appendleft((number, pages[size:]))
         pages = pages[:size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from kvd.arena.owner import (
     private_directory,
     share,
 )
-from kvd.config import naming
+from kvd.config import choosing, naming
 from kvd.protocol.certificates import load_pair
 from kvd.protocol.endpoint import check_socket, connected, is_default, socket_path
 from kvd.protocol.errors import ConfigError
@@ -57,13 +57,13 @@ class Places:
             with naming("tcp.server_key"):
                 load_pair(Path(self._server_key))
         for key, endpoint in self._sockets():
-            with _choosing(key):
+            with choosing(key):
                 _check_socket(endpoint)
-        with _choosing("directory"):
+        with choosing("directory"):
             if self._has_default_directory:
                 check_private(self.directory.parent)
             check_private(self.directory)
-        with _choosing("data_directory"):
+        with choosing("data_directory"):
             check_private(self.data_directory)
 
     def taken(self) -> list[str]:
@@ -78,11 +78,11 @@ class Places:
 
     def _check_listeners(self) -> None:
         """What others listen on for us must be where we would listen, our endpoint among them."""
-        places = self.endpoints
-        wanted = {places.get(key) for key in ("endpoint", "operator.endpoint", "tcp.endpoint")}
-        if places["endpoint"] not in self._listeners or self._listeners.keys() - wanted:
+        ours = self.endpoints
+        wanted = {ours.get(key) for key in ("endpoint", "operator.endpoint", "tcp.endpoint")}
+        if ours["endpoint"] not in self._listeners or self._listeners.keys() - wanted:
             raise ConfigError(
-                f"endpoint: it is {places['endpoint']}, and what was given listens on "
+                f"endpoint: it is {ours['endpoint']}, and what was given listens on "
                 f"{', '.join(self._listeners)}: make them one"
             )
 
@@ -112,7 +112,7 @@ class Places:
     def _own_endpoint(self, key: str, endpoint: str) -> OwnerLock:
         path = socket_path(endpoint)
         # A place that we chose must be ours alone; one that we were given is the giver's business.
-        with _choosing(key):
+        with choosing(key):
             if is_default(endpoint):
                 private_directory(path.parent, 0o700)
             elif make_directory(path.parent, 0o750):
@@ -121,13 +121,13 @@ class Places:
 
     def own_data_directory(self) -> OwnerLock:
         """Raises AlreadyRunning, ConfigError."""
-        with _choosing("data_directory"):
+        with choosing("data_directory"):
             private_directory(self.data_directory, 0o700)
             return OwnerLock(self.data_directory / OWNER_LOCK, str(self.data_directory))
 
     def own_directory(self) -> OwnerLock:
         """Raises AlreadyRunning, ConfigError."""
-        with _choosing("directory"):
+        with choosing("directory"):
             if self._has_default_directory:
                 private_directory(self.directory.parent)
             private_directory(self.directory)
@@ -161,12 +161,3 @@ def _is_served(endpoint: str) -> bool:
     with suppress(OSError), connected(endpoint):
         return True
     return False
-
-
-@contextmanager
-def _choosing(key: str) -> Iterator[None]:
-    """Of a place that cannot be used, the key is told that chooses it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{error}: set {key}") from error

@@ -61,8 +61,8 @@ class Publisher:
         ):
             self._set_options()
             with (
-                _bound(self._socket, self._config.endpoint) as self._endpoint,
-                _bound(self._replays, self._config.replay_endpoint) as self._replay_endpoint,
+                _bound(self._socket, self._config, "endpoint") as self._endpoint,
+                _bound(self._replays, self._config, "replay_endpoint") as self._replay_endpoint,
             ):
                 async with anyio.create_task_group() as tasks:
                     begun = self._feed.begin()
@@ -148,8 +148,9 @@ class Publisher:
 
 
 @contextmanager
-def _bound(socket: zmq.asyncio.Socket, endpoint: str) -> Iterator[str]:
+def _bound(socket: zmq.asyncio.Socket, config: EventConfig, key: str) -> Iterator[str]:
     """Bind a socket: where, as a reader needs it. Nowhere without an endpoint."""
+    endpoint: str = getattr(config, key)
     if not endpoint:
         yield ""
         return
@@ -160,7 +161,7 @@ def _bound(socket: zmq.asyncio.Socket, endpoint: str) -> Iterator[str]:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"events: {endpoint} cannot be bound: {error.strerror}: choose another"
+            f"{endpoint} cannot be bound: {error.strerror}: set events.{key}"
         ) from error
     if path:
         path.chmod(0o660)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
+from kvd.actors.signal import Want
 from kvd.protocol.errors import TierFailed
 
 logger = logging.getLogger(__name__)
@@ -26,13 +27,12 @@ class CallQueue:
         """`tier` is the name under which failures are told."""
         self._tier = tier
         self._calls: deque[_Call] = deque()
-        self._new = anyio.Event()
+        self._new = Want()
 
     async def run(self) -> None:
         """Make the calls; one that fails is told of and ends nothing but it."""
         while True:
             await self._new.wait()
-            self._new = anyio.Event()
             while self._calls:
                 function, args = self._calls.popleft()
                 try:

@@ -59,7 +59,7 @@ async def recover(manager: Manager, tier: TierActor, stores: Sequence[StoreActor
     manager.carry_out(plan)
 
 
-# --- memory ----------------------------------------------------------------------------------
+# --- memory ---
 
 
 async def _adopt(manager: Manager, tier: TierActor, adopted: Adopted) -> None:
@@ -99,7 +99,7 @@ async def _adopt(manager: Manager, tier: TierActor, adopted: Adopted) -> None:
     )
 
 
-# --- stores ----------------------------------------------------------------------------------
+# --- stores ---
 
 
 async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
@@ -132,7 +132,7 @@ async def _recover(manager: Manager, actor: StoreActor, store: Store) -> None:
     seconds = time.monotonic() - started
     logger.info(
         "tier=%s: %d blocks recovered, %d without a root, in %.2f s",
-        actor.tier.name,
+        actor.name,
         len(records) - len(lost),
         len(lost),
         seconds,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
+from msgspec.structs import asdict, replace
 
 from kvd.actors.sessions import session_name
 from kvd.arena.runs import runs_of
@@ -140,17 +140,13 @@ class Reserves:
         for lease in self._state.leases:
             held[lease.session] += lease.num_blocks + len(lease.reserved)
         holders = {session_name(number): count for number, count in held.most_common(NUM_HOLDERS)}
-        return out_of_pages(msgspec.structs.replace(shortage, holders=holders))
-
-
-def out_of_pages(shortage: Shortage) -> OutOfPages:
-    quota = f", whose namespace may have {shortage.max_pages}" if shortage.max_pages else ""
-    return OutOfPages(
-        f"{shortage.num_wanted} pages wanted{quota}, {shortage.num_free} free; of "
-        f"{shortage.num_pages} {shortage.num_locked} are locked by leases and pins, "
-        f"{shortage.num_reserved} reserved, {shortage.num_quarantined} quarantined",
-        **msgspec.structs.asdict(shortage),
-    )
+        quota = f", whose namespace may have {shortage.max_pages}" if shortage.max_pages else ""
+        return OutOfPages(
+            f"{shortage.num_wanted} pages wanted{quota}, {shortage.num_free} free; of "
+            f"{shortage.num_pages} {shortage.num_locked} are locked by leases and pins, "
+            f"{shortage.num_reserved} reserved, {shortage.num_quarantined} quarantined",
+            **asdict(replace(shortage, holders=holders)),
+        )
 
 
 def _holds_up(waiter: _Waiter, lease: Lease) -> bool:

@@ -24,7 +24,7 @@ from opentelemetry.trace import get_current_span, use_span
 from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
 from kvd.actors.operators import WITHOUT_SESSION, Operators
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
-from kvd.actors.signal import Signal
+from kvd.actors.signal import Signal, Want
 from kvd.actors.traces import tell_answer
 from kvd.actors.transfers import Transfers
 from kvd.actors.verbs import Answer, Later, Verbs
@@ -137,9 +137,9 @@ class Router:
         self._header = header
         # Work that must be awaited, from the socket's callback, which is no task and starts none.
         self._later: list[tuple[bytes, AnyRequest, Later, Session | Operators, Span]] = []
-        self._stirred = anyio.Event()
+        self._stirred = Want()
         self._attaching: deque[tuple[bytes, AttachRequest, Span]] = deque()
-        self._knocked = anyio.Event()
+        self._knocked = Want()
         self._configured = Signal()
         self._drained = Signal()
         self._is_closing = False
@@ -213,7 +213,6 @@ class Router:
     async def _start_later(self, tasks: TaskGroup) -> None:
         while not self._is_closing:
             await self._stirred.wait()
-            self._stirred = anyio.Event()
             work, self._later = self._later, []
             for each in work:
                 tasks.start_soon(self._finish, *each)
@@ -348,9 +347,8 @@ class Router:
         socket, name = self._doors.way_to(identity)
         try:
             socket.send_multipart((name, encode(reply), *frames), NOBLOCK)
-        except zmq.ZMQError as error:  # host unreachable, or its queue is full
-            self.counters["replies_undeliverable"] += 1
-            logger.debug("reply %s undeliverable: %s", reply.id, error)
+        except zmq.ZMQError as error:
+            self._note_undeliverable(reply, error)
             return False
         return True
 
@@ -360,14 +358,18 @@ class Router:
         socket, name = self._doors.way_to(identity)
         message: list[Any] = [name, encode(answer.reply), *answer.frames]
         try:
-            tracker = socket.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
+            tracker = socket.send_multipart(message, NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             self._transfers.let_go(hold)
-            self.counters["replies_undeliverable"] += 1
-            logger.debug("pages undeliverable: %s", error)
+            self._note_undeliverable(answer.reply, error)
         else:
             assert tracker is not None
             self._transfers.sent(hold, tracker)
+
+    def _note_undeliverable(self, reply: AnyReply, error: zmq.ZMQError) -> None:
+        """Its client cannot be reached, or its queue is full."""
+        self.counters["replies_undeliverable"] += 1
+        logger.debug("reply %s undeliverable: %s", reply.id, error)
 
     def _undo(self, identity: bytes, request: AnyRequest) -> None:
         """Nobody will ever know of these leases."""
@@ -406,7 +408,6 @@ class Router:
         """Attach who waits for it, one by one, and serve everybody else between."""
         while True:
             await self._knocked.wait()
-            self._knocked = anyio.Event()
             while self._attaching:
                 identity, request, span = self._attaching.popleft()
                 with use_span(span, end_on_exit=True):

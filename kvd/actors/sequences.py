@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
-import xxhash
 from anyio import to_thread
 
 from kvd.actors.patience import Patience
+from kvd.arena.checksum import SUM_BYTES, with_sum, without_sum
 from kvd.arena.files import replace_file, sync_directory
 from kvd.arena.owner import private_directory
 from kvd.cache.rows import rows_of
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from kvd.protocol.messages import SaveRequest
 
 logger = logging.getLogger(__name__)
-
-SUM_BYTES = 8
 
 
 class SavedSequence(msgspec.Struct, frozen=True, tag="kvd.sequence.1"):
@@ -83,9 +81,9 @@ class SequenceFiles:
 
     def write(self, key: SequenceKey, saved: SavedSequence) -> None:
         """Keep a sequence in the place of what was kept of it."""
-        name, encoded = _name(key), msgspec.msgpack.encode(saved)
+        name, content = _name(key), with_sum(msgspec.msgpack.encode(saved))
         with _failing("a sequence cannot be saved"):
-            replace_file(self._memory / name, encoded + xxhash.xxh3_64_digest(encoded))
+            replace_file(self._memory / name, content)
         self._changed.add(name)
 
     def read(self, key: SequenceKey) -> SavedSequence | None:
@@ -297,12 +295,11 @@ def _sum(path: Path) -> bytes:
 def _read(path: Path) -> SavedSequence | None:
     """What a file holds; None where there is none, or it is damaged and set aside."""
     try:
-        data = path.read_bytes()
+        encoded = without_sum(path.read_bytes())
     except FileNotFoundError:
         return None
-    encoded, checksum = data[:-SUM_BYTES], data[-SUM_BYTES:]
     try:
-        if xxhash.xxh3_64_digest(encoded) == checksum:
+        if encoded is not None:
             saved = msgspec.msgpack.decode(encoded, type=SavedSequence)
             if _name(saved.info.key) == path.name:  # else it is another's
                 return saved

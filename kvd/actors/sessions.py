@@ -136,7 +136,7 @@ class SessionTable:
     def known_as(self, secret: str) -> Session | None:
         if not secret:
             return None
-        return next((s for s in self._by_identity.values() if s.secret == secret), None)
+        return next((s for s in self if s.secret == secret), None)
 
     def end(self, session: Session) -> None:
         """Forget the connection; the file stays until no process holds it."""
@@ -150,14 +150,14 @@ class SessionTable:
 
     def watched(self) -> dict[int, Path]:
         """The files whose lock tells something: of sessions that map and of those that ended."""
-        mapping = {s.id: self.path(s.id) for s in self._by_identity.values() if s.maps}
+        mapping = {s.id: self.path(s.id) for s in self if s.maps}
         return mapping | self._ended
 
     def gone(self, session_id: int) -> Session | None:
         """Note that no process of a session is left; the session, if it had not ended before."""
         self._ended.pop(session_id, None)
         self.earlier.discard(session_id)
-        session = next((s for s in self._by_identity.values() if s.id == session_id), None)
+        session = next((s for s in self if s.id == session_id), None)
         if session is not None:
             del self._by_identity[session.identity]
         return session

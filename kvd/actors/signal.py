@@ -1,4 +1,4 @@
-"""Signal: tells tasks that something changed."""
+"""Signal and Want: tell tasks that something changed, or that there is something to do."""
 
 from __future__ import annotations
 
@@ -20,3 +20,17 @@ class Signal:
         if self._event is None:
             self._event = anyio.Event()
         await self._event.wait()
+
+
+class Want:
+    """The one task that waits goes on at the next `set`, or at once where one came before."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+        self._event = anyio.Event()

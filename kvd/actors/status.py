@@ -47,7 +47,7 @@ def memory_status(
 
 def store_status(actor: StoreActor, state: CacheState) -> TierStatus:
     return TierStatus(
-        actor.tier.name,
+        actor.name,
         actor.tier.capacity_bytes,
         actor.used_bytes,
         {},

@@ -14,6 +14,7 @@ import anyio
 import msgspec
 
 from kvd.actors.patience import Patience
+from kvd.actors.signal import Want
 from kvd.protocol.errors import (
     AlreadyRunning,
     BadRequest,
@@ -123,12 +124,12 @@ class StoreActor:
         self._unremoved: set[Layout] = set()
         self._most_bytes: dict[Layout, int] = {}
         self._jobs: deque[Job] = deque()
-        self._new_job = anyio.Event()
+        self._new_job = Want()
         self._is_closing = False
         self._readers = anyio.CapacityLimiter(NUM_READERS)
         self._reading = Patience(f"tier {tier.name}")
         self._writing = Patience(f"tier {tier.name}")
-        self._failed = anyio.Event()
+        self._failed = Want()
 
     # --- life ---
 
@@ -175,7 +176,6 @@ class StoreActor:
                 task_status.started()
                 while not self._is_closing or self._jobs:
                     await self._new_job.wait()
-                    self._new_job = anyio.Event()
                     while self._jobs:
                         await self._do(self._jobs.popleft())
                 tasks.cancel_scope.cancel()
@@ -463,9 +463,8 @@ class StoreActor:
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LAST_PAUSE_SECONDS)
                 if await self._works():
-                    logger.warning("reason=works_again tier=%s works again", self.tier.name)
+                    logger.warning("reason=works_again tier=%s works again", self.name)
                     self.trouble = ""
-            self._failed = anyio.Event()
 
     async def _works(self) -> bool:
         layouts = list(self._layouts.values())

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import xxhash
 
+from kvd.arena.checksum import with_sum, without_sum
 from kvd.arena.files import open_ours, replace_file
 from kvd.protocol.errors import TierFailed
 from kvd.protocol.keys import NamespaceInfo
 from kvd.protocol.layout import Layout
 
 VERSION = 2
-SUM_BYTES = 8
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 RowBytes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -39,16 +38,14 @@ class About(msgspec.Struct, frozen=True):
 
 def write_about(path: Path, about: About) -> None:
     """Whoever reads the file finds what it says now or what it said before; raises OSError."""
-    encoded = msgspec.msgpack.encode(about)
-    replace_file(path, encoded + xxhash.xxh3_64_digest(encoded))
+    replace_file(path, with_sum(msgspec.msgpack.encode(about)))
 
 
 def read_about(path: Path) -> About:
     """Raises OSError, and TierFailed for what this version cannot read."""
     with open(open_ours(path), "rb") as file:
-        written = file.read()
-    encoded, checksum = written[:-SUM_BYTES], written[-SUM_BYTES:]
-    if xxhash.xxh3_64_digest(encoded) != checksum:
+        encoded = without_sum(file.read())
+    if encoded is None:
         raise TierFailed(f"{path} is damaged, or of another version")
     try:
         about = msgspec.msgpack.decode(encoded, type=About)

@@ -277,7 +277,7 @@ class _StagedCopies(_Copies):
             return torch.empty(size, dtype=torch.uint8)
 
 
-# --- the client's end ------------------------------------------------------------------------
+# --- the client's end ---
 
 
 class MappedDevice:
@@ -367,7 +367,7 @@ def _import(memory: DeviceMemory, device: torch.device) -> torch.UntypedStorage:
     return storage
 
 
-# --- devices ---------------------------------------------------------------------------------
+# --- devices ---
 
 
 def find_device(name: str) -> torch.device:

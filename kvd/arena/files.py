@@ -17,6 +17,11 @@ def boot_id() -> bytes:
     return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest above it that is there; raises OSError where that is not told."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
 def make_file(path: Path, size: int, mode: int, backed_bytes: int = 0) -> int:
     """A descriptor of a new, sparse file with memory for its head; raises OSError.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.arena.base import Arena, pieces_of, punch
-from kvd.arena.files import make_file
+from kvd.arena.files import existing, make_file
 from kvd.protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -163,9 +163,7 @@ def default_capacity(size: int) -> int:
 
 def file_system_bytes(directory: Path) -> int:
     """The size of the file system where a directory is, or will be made."""
-    while not directory.exists():
-        directory = directory.parent
-    found = os.statvfs(directory)
+    found = os.statvfs(existing(directory))
     return found.f_blocks * found.f_frsize
 
 

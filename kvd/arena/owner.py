@@ -13,6 +13,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from kvd.arena.files import existing
 from kvd.arena.membership import close_in_child
 from kvd.protocol.errors import AlreadyRunning, ConfigError
 
@@ -89,13 +90,13 @@ def _check_ours(path: Path) -> None:
 def check_place(path: Path) -> None:
     """Refuse what can be neither written nor made, as far as that shows (ConfigError)."""
     try:
-        nearest = next(one for one in (path, *path.parents) if one.exists())
+        found = existing(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {error.strerror}") from error
-    if nearest != path and not nearest.is_dir():
-        raise ConfigError(f"{path} cannot be made: {nearest} is no directory")
-    if not os.access(nearest, os.W_OK):
-        raise ConfigError(f"{path} cannot be used: user {os.geteuid()} may not write to {nearest}")
+    if found != path and not found.is_dir():
+        raise ConfigError(f"{path} cannot be made: {found} is no directory")
+    if not os.access(found, os.W_OK):
+        raise ConfigError(f"{path} cannot be used: user {os.geteuid()} may not write to {found}")
 
 
 def check_group(group: str) -> None:

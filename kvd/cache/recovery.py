@@ -104,7 +104,6 @@ class FoundPages:
     """
 
     forest: Forest
-    is_block: NDArray[np.bool_]
     quarantined: dict[int, Pages]
 
 
@@ -129,7 +128,6 @@ def read_table(found: FoundRecords, block_bytes: int, spaces: dict[int, Namespac
     owners = np.where(sealed, records["session"], 0)
     return FoundPages(
         forest,
-        is_block,
         {
             int(owner): pages[in_doubt & (owners == owner)]
             for owner in np.unique(owners[in_doubt]).tolist()

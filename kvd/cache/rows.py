@@ -13,11 +13,11 @@ import numpy as np
 
 from kvd.protocol.codec import TOKEN_BYTES, Tokens
 from kvd.protocol.errors import BadRequest, LimitExceeded
+from kvd.protocol.messages import EXTRA_BYTES
 
 if TYPE_CHECKING:
     from kvd.protocol.messages import Extras
 
-EXTRA_BYTES = 32
 NO_EXTRA = bytes(EXTRA_BYTES)
 MAX_ROWS_BYTES = 64 << 20
 

@@ -327,8 +327,6 @@ class Stores:
                 self._memory.evicted.add(cut.keys)
             self._counters["blocks_evicted_stored"] += size
             store.counters["evicted"] += size
-            if cut.was_last:
-                self._memory.evicted.add(cut.keys)
             excess -= size * record
             if leaf := space.tree.lrus[store.tier].coldest():
                 heapreplace(heap, (leaf.stamp, space.id, space))

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from kvd.protocol.keys import KEY_BYTES, Identity
 from kvd.protocol.layout import Layout
+from kvd.protocol.units import MAX_INTEGER
 
 PROTOCOL_VERSION = 2
 MIN_PROTOCOL_VERSION = 1
@@ -24,23 +25,24 @@ NO_REPLY = 0
 # What one load or store moves at most, unless a single slice of a page is larger. Measured: pieces
 # of 2 MiB cost 4.5 times a memcpy, frames of 32 MiB 8 to 22 times.
 MAX_PIECE_BYTES = 2 << 20
+# What else identifies a position, beside its token: a digest of the image there, say.
+EXTRA_BYTES = 32
 # What a client may keep of its own beside a sequence: its sampler's state, say.
 MAX_STATE_BYTES = 64 << 10
 # Of a tree so many nodes are listed at most, and so many levels.
 MAX_TREE_NODES = 1000
 MAX_TREE_DEPTH = 100
 
-Unsigned: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Unsigned: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 LeaseId: TypeAlias = Unsigned
 SessionName: TypeAlias = Annotated[str, Meta(max_length=64)]
 Owner: TypeAlias = Annotated[str, Meta(max_length=64)]
 SequenceId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
-Saver: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Saver: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NamespaceKey: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 PinSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=365 * 86_400)]
-Extras: TypeAlias = tuple[
-    tuple[Unsigned, Annotated[bytes, Meta(min_length=32, max_length=32)]], ...
-]
+Extra: TypeAlias = Annotated[bytes, Meta(min_length=EXTRA_BYTES, max_length=EXTRA_BYTES)]
+Extras: TypeAlias = tuple[tuple[Unsigned, Extra], ...]
 
 
 class Run(Struct, frozen=True, array_like=True):
@@ -61,7 +63,7 @@ class Failure(Struct, tag="failure", frozen=True, omit_defaults=True):
     details: dict[str, Any] = {}
 
 
-# --- requests --------------------------------------------------------------------------------
+# --- requests ---
 
 
 class Request(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -448,7 +450,7 @@ AnyRequest: TypeAlias = (
 )
 
 
-# --- replies ---------------------------------------------------------------------------------
+# --- replies ---
 
 
 class Reply(Struct, kw_only=True, frozen=True, omit_defaults=True):

@@ -49,7 +49,7 @@ BATCH = 8
 PLACES = 16  # of batches, that a child writes to in turn
 
 
-# --- stores ----------------------------------------------------------------------------------
+# --- stores ---
 
 
 def key_of(number: int) -> BlockKey:
@@ -326,9 +326,7 @@ class StoreTierSuite:
         assert store.used_bytes <= self.capacity_bytes
         expect(store, records_of(live))
 
-    def test_a_removed_store_gives_its_room_back(
-        self, tier: StoreTier, store: Store, make_tier: MakeStoreTier, tmp_path: Path
-    ) -> None:
+    def test_a_removed_store_gives_its_room_back(self, tier: StoreTier, store: Store) -> None:
         num_kept = fill(store)
         tier.remove_store(store)
         assert tier.stores() == []
@@ -404,7 +402,7 @@ class StoreTierSuite:
         return last
 
 
-# --- memory ----------------------------------------------------------------------------------
+# --- memory ---
 
 
 class MemoryTierSuite:

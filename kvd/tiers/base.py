@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvd.arena.owner import check_private
 from kvd.arena.page_table import record_bytes
-from kvd.protocol.errors import BadRequest, ConfigError
+from kvd.config import choosing
+from kvd.protocol.codec import TOKEN_BYTES
+from kvd.protocol.errors import BadRequest
+from kvd.protocol.messages import EXTRA_BYTES
 from kvd.protocol.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from kvd.protocol.messages import DeviceMemory, Run
 
 # What the rows of a block have at most, a token: its id and a digest of what lies beside it.
-MAX_ROW_BYTES = 36
+MAX_ROW_BYTES = TOKEN_BYTES + EXTRA_BYTES
 # What is kept of a page may be this large beside it.
 MAX_RECORD_FRACTION = 0.5
 
@@ -67,10 +70,8 @@ class Tier(ABC):
         It changes nothing.
         """
         if self.directory is not None:
-            try:
+            with choosing("directory"):
                 check_private(self.directory)
-            except ConfigError as error:
-                raise ConfigError(f"{error}: set directory") from error
 
     @abstractmethod
     def open(self, epoch: int) -> None:
@@ -81,7 +82,7 @@ class Tier(ABC):
         """Let go of everything; what survives stays where it is. Idempotent."""
 
 
-# --- memory ----------------------------------------------------------------------------------
+# --- memory ---
 
 
 class TierArena(ABC):
@@ -203,7 +204,7 @@ def num_pages_within(capacity_bytes: int, layout: Layout, row_bytes: int, extent
     return capacity_bytes // extent_bytes * extent_pages
 
 
-# --- stores ----------------------------------------------------------------------------------
+# --- stores ---
 
 
 def most_about_bytes(layout: Layout) -> int:

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
+from kvd.arena.checksum import SUM_BYTES, checksum_of
 from kvd.tiers.base import Record
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ READ_BYTES = 8 << 20
 # A call for each page costs less than copying it once more.
 LARGE_BYTES = 64 << 10
 
-_SUM_BYTES = 8
-_TRAILER_BYTES = 2 * _SUM_BYTES
+_TRAILER_BYTES = 2 * SUM_BYTES
 
 
 class Copy(Enum):
@@ -80,7 +79,7 @@ class Writer:
             records, bad = [], []
             for at, place in enumerate(batch):
                 data = buffer[at * size : (at + 1) * size]
-                found = _checksum(data[:-_TRAILER_BYTES])
+                found = checksum_of(data[:-_TRAILER_BYTES])
                 if sums[place] not in (0, found):
                     bad.append(place)
                 data[-_TRAILER_BYTES:] = _trailer(found, keys[place])
@@ -154,17 +153,12 @@ def check(store: Store, keys: Sequence[BlockKey]) -> list[Copy]:
 def _judge(layout: Layout, key: BlockKey, data: memoryview) -> Copy:
     if len(data) != data_bytes(layout):
         return Copy.BAD
-    expected = _trailer(_checksum(data[:-_TRAILER_BYTES]), key)
+    expected = _trailer(checksum_of(data[:-_TRAILER_BYTES]), key)
     return Copy.GOOD if data[-_TRAILER_BYTES:] == expected else Copy.BAD
 
 
-def _checksum(data: memoryview) -> int:
-    """As in a page table: never 0, which stands for none."""
-    return xxhash.xxh3_64_intdigest(data) or 1
-
-
 def _trailer(checksum: int, key: BlockKey) -> bytes:
-    return checksum.to_bytes(_SUM_BYTES, "little") + key[:_SUM_BYTES]
+    return checksum.to_bytes(SUM_BYTES, "little") + key[:SUM_BYTES]
 
 
 def _batches(num_blocks: int, block_bytes: int, batch_bytes: int) -> list[range]:

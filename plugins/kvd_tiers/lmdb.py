@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.arena.files import boot_id, sync_directory
+from kvd.arena.files import boot_id, existing, sync_directory
+from kvd.arena.host import file_system_bytes
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.units import ByteSize, format_bytes
@@ -82,7 +82,7 @@ class LmdbTier(StoreTier):
         self._lock: OwnerLock | None = None
 
     def _check_capacity(self) -> None:
-        size = _volume_bytes(self.directory)
+        size = file_system_bytes(self.directory)
         if not LEAST_CAPACITY <= self.capacity_bytes <= size:
             raise ConfigError(
                 f"tiers, type lmdb: a capacity of {format_bytes(self.capacity_bytes)} cannot be "
@@ -214,16 +214,5 @@ def _default_capacity(directory: Path) -> int:
 
     Of a volume that is full it is a little, to be had when there is room again.
     """
-    free = free_bytes(_existing(directory)) + disk_bytes(directory)
-    return min(max(free // 4, _volume_bytes(directory) // 64), DEFAULT_CAPACITY)
-
-
-def _volume_bytes(directory: Path) -> int:
-    found = os.statvfs(_existing(directory))
-    return found.f_blocks * found.f_frsize
-
-
-def _existing(directory: Path) -> Path:
-    while not directory.exists():
-        directory = directory.parent
-    return directory
+    free = free_bytes(existing(directory)) + disk_bytes(directory)
+    return min(max(free // 4, file_system_bytes(directory) // 64), DEFAULT_CAPACITY)

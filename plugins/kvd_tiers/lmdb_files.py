@@ -73,7 +73,7 @@ class Damaged(TierFailed):
     """What lies there is not what was written: it will be of no use at any other start either."""
 
 
-# --- small files -----------------------------------------------------------------------------
+# --- small files ---
 
 
 def write_durably(path: Path, value: msgspec.Struct) -> None:
@@ -134,7 +134,7 @@ def set_aside(folder: Path, why: str) -> None:
     )
 
 
-# --- room ------------------------------------------------------------------------------------
+# --- room ---
 
 
 class Volume:

@@ -16,8 +16,8 @@ from kvd.config import Config
 from kvd.protocol.errors import ConfigError, TierFailed
 from kvd.protocol.layout import Layout
 from kvd.testing.faults import Faults, set_faults
+from tests.actors.saved import CHAT, sequence
 from tests.actors.stored import ON_DEMAND, STORE, TOKENS, Cache
-from tests.actors.test_sequences import CHAT, sequence
 from tests.actors.waiting import until
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import BLOCK, FAULTY, LAYOUT, LMDB, PAGE_FIRST, PATIENCE_SECONDS, tokens_of

@@ -11,25 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 import xxhash
 
-from kvd.actors.sequences import SavedSequence, SequenceFiles, Sequences
-from kvd.cache.sequences import SequenceContent, SequenceInfo
+from kvd.actors.sequences import SequenceFiles, Sequences
 from kvd.config import LimitConfig
 from kvd.protocol.errors import TierFailed, UnknownSequence
-from kvd.protocol.keys import NamespaceInfo
+from tests.actors.saved import CHAT, OTHER, SPACE, sequence
 from tests.arena.conftest import child, mount, shm  # noqa: F401 - fixtures
-from tests.e2e.support import IDENTITY, LAYOUT
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
-
-SPACE = NamespaceInfo(IDENTITY, LAYOUT)
-CHAT, OTHER = (SPACE.key, "chat"), (SPACE.key, "other")
-
-
-def sequence(name: str = "chat", generation: int = 1, size: int = 40) -> SavedSequence:
-    content = SequenceContent(bytes(size), ((0, b"x" * 32),), b"tail", b"state")
-    info = SequenceInfo(SPACE, name, size // 4, content.num_bytes, 1, generation, 0.0)
-    return SavedSequence(info, content)
 
 
 class Machine:
@@ -239,7 +228,8 @@ def test_what_was_discarded_makes_room_on_a_full_disk(
 WRITER = """
 import itertools
 from pathlib import Path
-from tests.actors.test_sequences import SPACE, SequenceFiles, sequence
+from kvd.actors.sequences import SequenceFiles
+from tests.actors.saved import SPACE, sequence
 files = SequenceFiles(Path(sys.argv[1]), Path(sys.argv[2]))
 files.begin()
 for generation in itertools.count(1):

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.actors.transfers import Transfers
 from kvd.protocol.messages import CommitItem, DropItem
-from tests.actors.test_manager import Cache, running
+from tests.actors.managed import Cache, running
 from tests.actors.wire import packed
 from tests.arena.conftest import shm  # noqa: F401 - a fixture
 from tests.e2e.support import BLOCK, tokens_of

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import zmq
@@ -71,8 +71,6 @@ from kvd.protocol.messages import (
     UnpinRequest,
 )
 from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, PATIENCE_SECONDS
-
-R = TypeVar("R", bound=AnyReply)
 
 
 class Wire:

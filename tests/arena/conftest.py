@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 # Printed lines leave the process at once and whole, also where it forks.
 WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
+# What a program does that forks instead of waiting: its child waits.
+FORK = """
+if os.fork() == 0:
+    print('forked')
+    input()
+    os._exit(0)
+os.waitpid(-1, 0)"""
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from kvd.arena.membership import (
     remove_locked,
 )
 from kvd.protocol.errors import LeaseEnded
+from tests.arena.conftest import FORK
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 HOLD = """
 import os, sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 from kvd.arena.membership import SessionLock, lock_unheld, remove_locked
 from kvd.protocol.errors import LeaseEnded
 path = sys.argv[1]
@@ -115,15 +115,7 @@ def test_a_session_is_held_until_its_last_process_is_gone(
 
 
 def test_a_forked_child_does_not_keep_the_lock(session: Path, child: Callable[..., Child]) -> None:
-    program = TAKE.replace(
-        "input()",
-        """
-if os.fork() == 0:
-    print('forked')
-    input()
-    os._exit(0)
-os.waitpid(-1, 0)""",
-    )
+    program = TAKE.replace("input()", FORK)
     parent = child(program, session)
     assert (parent.says(), parent.says()) == ("held", "forked")
     parent.send(signal.SIGKILL)

@@ -13,6 +13,7 @@ import pytest
 
 from kvd.arena.owner import OwnerLock, private_directory
 from kvd.protocol.errors import AlreadyRunning, ConfigError
+from tests.arena.conftest import FORK
 
 if TYPE_CHECKING:
     from tests.arena.conftest import Child
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 OWN = """
 import os, sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 from kvd.arena.owner import OwnerLock
 lock = OwnerLock(Path(sys.argv[1]), "it")
 print(os.getpid())
@@ -64,15 +64,7 @@ def test_a_stopped_owner_is_still_the_owner(shm: Path, child: Callable[..., Chil
 def test_a_forked_child_does_not_own_what_its_parent_did(
     shm: Path, child: Callable[..., Child]
 ) -> None:
-    program = OWN.replace(
-        "input()",
-        """
-if os.fork() == 0:
-    print('forked')
-    input()
-    os._exit(0)
-os.waitpid(-1, 0)""",
-    )
+    program = OWN.replace("input()", FORK)
     owner = child(program, shm / "lock")
     owner.says()
     assert owner.says() == "forked"

@@ -117,7 +117,7 @@ def _total(array: Array) -> int:
     return int(array.view(np.uint64).sum(dtype=np.uint64))
 
 
-# --- kvd -------------------------------------------------------------------------------------
+# --- kvd ---
 
 
 def _measure_kvd(blocks: Blocks, num_tokens: int, count: int) -> Times:
@@ -172,7 +172,7 @@ def _loads(have: Callable[[], object], read: Callable[[], int], count: int) -> L
     return Loads(times_to_have, times_to_read, read())
 
 
-# --- others ----------------------------------------------------------------------------------
+# --- others ---
 
 
 class Other(Protocol):

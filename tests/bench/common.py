@@ -39,7 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 STOP_SECONDS = 15.0
 
 
-# --- figures ---------------------------------------------------------------------------------
+# --- figures ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Bench:
 Part = Callable[[Bench], Iterator[Row]]
 
 
-# --- time ------------------------------------------------------------------------------------
+# --- time ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
-# --- processes ------------------------------------------------------------------------------
+# --- processes ---
 
 
 def in_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -186,7 +186,7 @@ def stop(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-# --- a daemon --------------------------------------------------------------------------------
+# --- a daemon ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _available_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-# --- a prefix --------------------------------------------------------------------------------
+# --- a prefix ---
 
 
 def random_tokens(num_tokens: int, seed: int) -> NDArray[np.uint32]:

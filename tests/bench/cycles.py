@@ -108,7 +108,7 @@ def _percentiles(rounds: list[Round]) -> tuple[float, float]:
     return float(p50), float(p99)
 
 
-# --- the processes ---------------------------------------------------------------------------
+# --- the processes ---
 
 
 @contextmanager

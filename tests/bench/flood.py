@@ -104,7 +104,7 @@ def _latency(namespace: Namespace, tokens: NDArray[np.uint32], num_cycles: int) 
     return Latency(mine.request_p99_us / 1e6, float(np.percentile(times, 99)))
 
 
-# --- the flood -------------------------------------------------------------------------------
+# --- the flood ---
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def infer(bench: Bench) -> Iterator[Row]:
         yield from _beside(bench, sizes, engine, plain, what)
 
 
-# --- cold and warm ---------------------------------------------------------------------------
+# --- cold and warm ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _cells_table(cells: Sequence[Cell], layout: Layout, most_tokens: int) -> str
     )
 
 
-# --- a KV head for each query head, or for several -------------------------------------------
+# --- a KV head for each query head, or for several ---
 
 
 def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
@@ -216,7 +216,7 @@ def _heads(bench: Bench, sizes: Sizes, client: Client) -> Iterator[Row]:
     )
 
 
-# --- without kvd, and without reuse ----------------------------------------------------------
+# --- without kvd, and without reuse ---
 
 
 def _alone(bench: Bench, sizes: Sizes, engine: Engine, private: Engine) -> Iterator[Row]:
@@ -248,7 +248,7 @@ def _told(found: Pairs) -> str:
     return f"{found}; the ratio is in [{ratios[1]:.3f}, {ratios[-2]:.3f}] by 98 %"
 
 
-# --- beside transformers ---------------------------------------------------------------------
+# --- beside transformers ---
 
 
 def _beside(
@@ -295,7 +295,7 @@ def _ways_table(found: Mapping[tuple[int, int], Mapping[str, list[Run]]]) -> str
     )
 
 
-# --- what they share -------------------------------------------------------------------------
+# --- what they share ---
 
 
 def _step_by_step(

@@ -147,7 +147,7 @@ def num_found_by_lru(prompts: Sequence[Blocks], num_pages: int) -> int:
     return num_found
 
 
-# --- the daemon's turn -----------------------------------------------------------------------
+# --- the daemon's turn ---
 
 
 def _measure(setting: Setting, trace: Trace) -> Outcome:
@@ -234,7 +234,7 @@ def _numbers(lease: Lease, arrays: Sequence[NDArray[Any]]) -> Iterator[NDArray[n
         yield array.view(np.uint64)[0, :, :: lease.layout.block_size, 0, 0]
 
 
-# --- what people read ------------------------------------------------------------------------
+# --- what people read ---
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:

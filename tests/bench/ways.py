@@ -80,7 +80,7 @@ def in_turn(ways: Sequence[Way], rounds: Sequence[Prompts], num_tokens: int) -> 
     return runs
 
 
-# --- models and prompts ----------------------------------------------------------------------
+# --- models and prompts ---
 
 
 def load(bench: Bench) -> tuple[PreTrainedModel, str]:
@@ -110,7 +110,7 @@ def random_prompts(vocabulary_size: int, length: int, count: int, seed: int) -> 
     return [tuple(prompt) for prompt in tokens.tolist()]
 
 
-# --- the ways --------------------------------------------------------------------------------
+# --- the ways ---
 
 
 def by_engine(engine: Engine, prompts: Prompts, num_tokens: int) -> Run:

@@ -216,7 +216,6 @@ def test_a_torn_record_is_in_doubt_and_what_follows_it_is_left_out() -> None:
     records["session"] = 3
     table = found_in(records, sealed=[True, False, True])
     found = read_table(table, 4, {7: spaces[RED.encode()]})
-    assert found.is_block.tolist() == [True, False, True]
     assert plant(found.forest, MEMORY).tolist() == [True, False, False]
     assert {owner: pages.tolist() for owner, pages in found.quarantined.items()} == {0: [1]}
 
@@ -232,14 +231,14 @@ def test_what_a_session_may_still_write_is_quarantined_by_it() -> None:
     ]
     records["session"] = [0, 4, 5, 0, 0]
     found = read_table(found_in(records), 4, {})
-    assert not found.is_block.any()
+    assert not plant(found.forest, MEMORY).any()
     pages = {owner: pages.tolist() for owner, pages in found.quarantined.items()}
     assert pages == {0: [3], 4: [1], 5: [2]}
 
 
 def test_blocks_of_a_namespace_that_is_not_known_are_nobodys() -> None:
     found = read_table(found_in(records_of((-1, 0, "a"))), 4, {})
-    assert (found.is_block.tolist(), found.quarantined) == ([False], {})
+    assert found.quarantined == {}
     assert plant(found.forest, MEMORY).tolist() == [False]
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.rows import EXTRA_BYTES, NO_EXTRA, row_bytes, rows_of
+from kvd.cache.rows import NO_EXTRA, row_bytes, rows_of
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import BadRequest
+from kvd.protocol.messages import EXTRA_BYTES
 
 if TYPE_CHECKING:
     from kvd.protocol.messages import Extras

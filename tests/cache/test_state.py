@@ -29,7 +29,7 @@ from kvd.cache.plan import (
     Short,
     Unnamed,
 )
-from kvd.cache.rows import EXTRA_BYTES, row_bytes, rows_of
+from kvd.cache.rows import row_bytes, rows_of
 from kvd.config import CacheConfig, LimitConfig
 from kvd.protocol.codec import TOKEN_BYTES
 from kvd.protocol.errors import (
@@ -43,7 +43,7 @@ from kvd.protocol.errors import (
 )
 from kvd.protocol.keys import chain
 from kvd.protocol.layout import Layout
-from kvd.protocol.messages import Run, Tail
+from kvd.protocol.messages import EXTRA_BYTES, Run, Tail
 from tests.cache.conftest import (
     EXTENT,
     FOURS,

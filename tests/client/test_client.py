@@ -321,8 +321,9 @@ def test_an_interrupted_match_leaves_no_lease(
     assert namespace.match(TOKENS).is_open
 
 
+@pytest.mark.parametrize("aborts", [False, True])
 def test_a_lease_goes_on_after_an_interrupted_reserve(
-    client: Client, connect: Connect, namespace: Namespace, open_namespace: Open
+    aborts: bool, client: Client, connect: Connect, namespace: Namespace, open_namespace: Open
 ) -> None:
     all_of_it = open_namespace(connect()).match([], reserve_tokens=128 * BLOCK)
     lease = namespace.match(TOKENS)
@@ -331,21 +332,8 @@ def test_a_lease_goes_on_after_an_interrupted_reserve(
         lease.reserve(len(TOKENS))
     all_of_it.release()
     eventually(lambda: pages(client).get("reserved") == 16)
-    compute(lease, TOKENS)
-    assert namespace.match(TOKENS).num_tokens == len(TOKENS)
-
-
-def test_a_lease_goes_on_after_an_interrupted_reserve_and_abort(
-    client: Client, connect: Connect, namespace: Namespace, open_namespace: Open
-) -> None:
-    all_of_it = open_namespace(connect()).match([], reserve_tokens=128 * BLOCK)
-    lease = namespace.match(TOKENS)
-    before = client.status().counters["requests"]
-    with interrupted_when(lambda: client.status().counters["requests"] > before + 12):
-        lease.reserve(len(TOKENS))
-    all_of_it.release()
-    eventually(lambda: pages(client).get("reserved") == 16)
-    lease.abort()
+    if aborts:
+        lease.abort()
     compute(lease, TOKENS)
     with namespace.match(TOKENS) as found:
         assert holds(found, TOKENS)

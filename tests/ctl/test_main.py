@@ -17,7 +17,7 @@ from kvd.testing.daemons import running_daemon
 from kvd_client import Client
 from kvd_ctl.__main__ import app
 from kvd_ctl.machine import keys_app
-from tests.ctl.conftest import Done, run, run_here
+from tests.ctl.conftest import complaint, run, run_here
 from tests.e2e.support import IDENTITY, LAYOUT, settings, store, tokens_of, with_store
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ EXAMPLES = [
     *("pins", "sequences", "pin", "unpin", "tree", "explain", "prefetch", "top", "bench"),
     *("doctor", "purge", "drop", "discard", "drain"),
 ]
-
-
-def complaint(done: Done) -> str:
-    """The one line of a command that failed."""
-    assert (done.returncode, done.stdout) == (1, ""), done
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("kvd-ctl: ")
-    return line
 
 
 def example_of(command: str) -> list[str]:

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvd_client import Client
 
 TOKENS = tokens_of(1, 4)
-
-Purge: TypeAlias = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture

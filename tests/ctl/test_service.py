@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.config import parse
-from tests.ctl.conftest import run, run_here
-from tests.ctl.test_main import complaint
+from tests.ctl.conftest import complaint, run, run_here
 
 SERVICE = "etc/systemd/system/kvd.service"
 CONFIG = "etc/kvd/kvd.toml"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvd.arena.page_table import table_bytes
+from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Identity, Layout
 
 if TYPE_CHECKING:
@@ -57,6 +59,15 @@ def with_store(num_pages: int = NUM_PAGES, **sections: Any) -> dict[str, Any]:
     document["tiers"].append(FAULTY | {"tier": dict(LMDB)})  # copies: some tests change them
     document["cache"] = {"demote_watermark": 1e-6} | document["cache"]
     return document
+
+
+@contextmanager
+def faultless_daemon(document: dict[str, Any]) -> Iterator[RunningDaemon]:
+    """A daemon whose log tells, at the end, of no fault of its own."""
+    with running_daemon(document) as daemon:
+        yield daemon
+        assert "reason=internal" not in daemon.log, daemon.log
+        assert "Traceback" not in daemon.log, daemon.log
 
 
 def capacity_of(num_pages: int, layout: Layout = LAYOUT) -> int:

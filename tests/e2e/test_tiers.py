@@ -25,6 +25,7 @@ from tests.e2e.support import (
     LAYOUT,
     capacity_of,
     eventually,
+    faultless_daemon,
     holds,
     settings,
     store,
@@ -49,9 +50,8 @@ SEQUENCES = [tuple(tokens_of(seed, 16)) for seed in range(1, 25)]
 
 @contextmanager
 def tiers(document: dict[str, Any]) -> Iterator[tuple[RunningDaemon, Client]]:
-    with running_daemon(document) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
+    with faultless_daemon(document) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
         yield daemon, client
-        assert "reason=internal" not in daemon.log, daemon.log
 
 
 def small(disk_capacity: str = "16MiB", **cache: object) -> dict[str, Any]:

@@ -14,15 +14,15 @@ from kvd.protocol.events import (
     decode_batch,
     hashes_of,
 )
-from kvd.testing.daemons import RunningDaemon, running_daemon
 from kvd_client import Client
 from kvd_client.events import Follower
-from tests.e2e.support import with_store
+from tests.e2e.support import faultless_daemon, with_store
 
 if TYPE_CHECKING:
     from kvd.actors.feed import Message
     from kvd.cache.state import CacheState
     from kvd.protocol.events import Event
+    from kvd.testing.daemons import RunningDaemon
 
 
 class Map:
@@ -69,9 +69,8 @@ def publishing(**events: Any) -> Iterator[tuple[RunningDaemon, Client]]:
     with tempfile.TemporaryDirectory() as place:
         where = {"endpoint": f"ipc://{place}/events", "replay_endpoint": f"ipc://{place}/replay"}
         document = with_store(events=where | events)
-        with running_daemon(document) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
+        with faultless_daemon(document) as daemon, Client(daemon.endpoint, timeout=30.0) as client:
             yield daemon, client
-            assert "reason=internal" not in daemon.log, daemon.log
 
 
 def follow(client: Client, **options: Any) -> Follower:

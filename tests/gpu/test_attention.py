@@ -7,9 +7,7 @@ import torch
 
 from kvd_infer import attention_cuda
 from kvd_infer.attention import KeysValues, attend, paged_attention
-from tests.infer.test_attention import TOLERANCE, Sample, close, sample, textbook
-
-DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+from tests.infer.samples import DTYPES, Sample, close, sample, textbook
 
 
 def on_gpu(case: Sample) -> Sample:

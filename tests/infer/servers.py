@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from openai import OpenAI
 
+from tests.infer.conftest import PATIENCE_SECONDS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PATIENCE_SECONDS = 60.0
 NAME = "tiny"
 PROMPT = "The sea is deep, and nobody knows what lies there."
 TEMPLATE = (

@@ -19,7 +19,7 @@ from kvd_infer.attention_cuda import (
     attend_run,
     table_of,
 )
-from tests.infer.test_attention import (
+from tests.infer.samples import (
     BLOCK_SIZE,
     DTYPES,
     HEADS,

@@ -436,7 +436,7 @@ def test_daemon_killed_in_a_step_changes_nothing(
         hook.close()
 
 
-def test_frozen_daemon_costs_one_deadline(
+def test_daemon_frozen_in_a_step_changes_nothing(
     model: Model, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvd_infer.rows.RESERVE_SECONDS", 0.3)

@@ -234,7 +234,7 @@ def test_clients_that_do_not_map_compute_the_same(
         assert_greedy(plain, generation.sequences, 40)
 
 
-# --- negative twins: the comparisons above do notice damage ------------------------------------
+# --- negative twins: the comparisons above do notice damage ---
 
 
 def zeroed(page: Array, other: Array) -> None:
@@ -360,7 +360,7 @@ def test_processes_reuse_each_others_prefixes(daemon: RunningDaemon) -> None:
         assert_greedy(plain, ours.sequences, 200)
 
 
-# --- outages -----------------------------------------------------------------------------------
+# --- outages ---
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_restart_draws_no_other_sample_and_streams_no_token_twice(
     assert recorder.ids == [*expected[0].tolist(), -1]
 
 
-# --- refusals ----------------------------------------------------------------------------------
+# --- refusals ---
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from tests.infer.conftest import plain_logits
 from tests.infer.runs import prompt
-from tests.infer.test_attention import lower_right
+from tests.infer.samples import lower_right
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

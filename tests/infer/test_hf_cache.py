@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvd.testing.daemons import RunningDaemon
 
-# --- crop --------------------------------------------------------------------------------------
+# --- crop ---
 
 
 def logits_behind_a_crop(plain: LlamaForCausalLM, ids: Tensor, kept: int, rest: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_crop_forgets_a_pass_that_failed(model: LlamaForCausalLM, open_for: Open
         assert error.value.args == ("as if",)  # the traceback is still there
 
 
-# --- the end of a cache ------------------------------------------------------------------------
+# --- the end of a cache ---
 
 
 def test_closed_cache_holds_nothing(model: LlamaForCausalLM, open_for: OpenFor) -> None:
@@ -172,7 +172,7 @@ def test_forward_raises_when_its_lease_has_ended(
                 model(ids[:, :1], **cache.as_kwargs())
 
 
-# --- refusals ----------------------------------------------------------------------------------
+# --- refusals ---
 
 
 def test_forward_refuses_other_positions(model: LlamaForCausalLM) -> None:

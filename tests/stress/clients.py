@@ -233,7 +233,7 @@ class Crowd:
         return dict(zip(places, signals, strict=True))
 
 
-# --- before and after ------------------------------------------------------------------------
+# --- before and after ---
 
 
 def count_pages(endpoint: str) -> int:
