@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,16 @@ def test_a_check_beside_a_daemon_that_runs_says_so() -> None:
         places = daemon.endpoint, daemon.directory, daemon.data_directory
         assert used == [f"note: somebody uses {place} now" for place in places]
     assert done.returncode == 0
+
+
+def test_a_check_sees_who_listens_also_where_he_is_busy(path: Path, tmp_path: Path) -> None:
+    place = tmp_path / "kvd.sock"
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as first:
+        busy.bind(str(place))
+        busy.listen(0)
+        first.connect(str(place))
+        done = run("--config", path, "--check", "--json")
+    assert f"somebody uses ipc://{place} now" in json.loads(done.stdout)["notes"]
 
 
 def test_a_check_says_what_hinders_traces(path: Path) -> None:

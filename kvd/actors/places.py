@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,6 +158,10 @@ def _check_socket(endpoint: str) -> None:
 
 
 def _is_served(endpoint: str) -> bool:
-    with suppress(OSError), connected(endpoint):
+    try:
+        with connected(endpoint):
+            return True
+    except BlockingIOError:  # somebody is, and is busy
         return True
-    return False
+    except OSError:
+        return False
