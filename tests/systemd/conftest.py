@@ -20,6 +20,7 @@ CANNOT_RUN_HERE = 77
 UNITS = "/etc/systemd/system"
 DROP_IN = f"{UNITS}/kvd.service.d/test.conf"
 SOURCE = Path("/opt/kvd/source")
+CONFIGURATION = "/etc/kvd/kvd.toml"
 
 
 def places() -> dict[Path, Path]:
@@ -64,6 +65,19 @@ from kvd import systemd
 from kvd_client import *
 from tests.e2e.support import *
 """
+
+# Programs of its, and what the second says where all is there.
+STORE = """
+with Client(timeout=30.0) as client:
+    store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
+"""
+MATCH = """
+with Client(timeout=30.0) as client:
+    assert client.wait_attached(30.0)
+    with client.open(IDENTITY, LAYOUT).match(tokens_of(1, 4)) as lease:
+        print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
+"""
+ALL = "16 True"
 
 
 class Box:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.support import eventually
-from tests.systemd.conftest import BINARIES, PROLOGUE, PYTHON, ROOT, Box
-from tests.systemd.test_service import ALL, MATCH, STORE
+from tests.systemd.conftest import ALL, BINARIES, MATCH, PROLOGUE, PYTHON, ROOT, STORE, Box
 
 if TYPE_CHECKING:
     import subprocess

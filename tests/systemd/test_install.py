@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.systemd.conftest import BINARIES, UNITS, Box
-from tests.systemd.test_service import ALL, CONFIGURATION, MATCH, STORE
+from tests.systemd.conftest import ALL, BINARIES, CONFIGURATION, MATCH, STORE, UNITS, Box
 
 HUGE = """
 endpoint = "ipc:///run/kvd.sock"

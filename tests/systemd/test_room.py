@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.e2e.support import eventually
-from tests.systemd.conftest import BINARIES, Box
-from tests.systemd.test_service import ALL, CONFIGURATION, MATCH, STORE
+from tests.systemd.conftest import ALL, BINARIES, CONFIGURATION, MATCH, STORE, Box
 
 # Limits of memory count where the kernel has them on cgroup v1, too.
 BOX_OPTIONS = ("--cgroup", "hybrid", "--shm-size", "512m")

@@ -9,21 +9,20 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.support import eventually
-from tests.systemd.conftest import BINARIES, ENGINE, ROOT, SOURCE, UNITS, Box
+from tests.systemd.conftest import (
+    ALL,
+    BINARIES,
+    CONFIGURATION,
+    ENGINE,
+    MATCH,
+    ROOT,
+    SOURCE,
+    STORE,
+    UNITS,
+    Box,
+)
 
-STORE = """
-with Client(timeout=30.0) as client:
-    store(client.open(IDENTITY, LAYOUT), tokens_of(1, 4))
-"""
-MATCH = """
-with Client(timeout=30.0) as client:
-    assert client.wait_attached(30.0)
-    with client.open(IDENTITY, LAYOUT).match(tokens_of(1, 4)) as lease:
-        print(lease.num_tokens, holds(lease, tokens_of(1, 4)))
-"""
-ALL = "16 True"
 OPERATING = (ROOT / "config/OPERATING.md").read_text()
-CONFIGURATION = "/etc/kvd/kvd.toml"
 IN_MEMORY = "4 blocks in host"
 # Holds leases while kvd goes, and has them again when it is back.
 HOLD = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.systemd.conftest import BINARIES, ENGINE, PROLOGUE, PYTHON, Box
-from tests.systemd.test_service import STORE
+from tests.systemd.conftest import BINARIES, ENGINE, PROLOGUE, PYTHON, STORE, Box
 
 PLACES = ("/dev/shm/kvd", "/var/lib/kvd", "/run/kvd.sock")
 MATCH_OUTSIDE = """
