@@ -38,7 +38,7 @@ from kvd.cache.stores import StoreState
 from kvd.config import Config, naming
 from kvd.loading import Loaded
 from kvd.metrics import Metrics
-from kvd.protocol.errors import ConfigError, TierFailed
+from kvd.protocol.errors import ConfigError, KvdError, TierFailed
 from kvd.tiers.base import MemoryTier, StoreTier, Tier
 from kvd.tiers.registry import load_tier
 from kvd.tiers.shelf import Shelf
@@ -338,7 +338,7 @@ def _check_tiers(tiers: Sequence[Tier]) -> None:
     owners: dict[tuple[type[Tier], Path], Tier] = {}
     for tier in tiers:
         with naming(f"tiers, {tier.name}"):
-            tier.check()
+            _check_tier(tier)
         if tier.directory is None:
             continue
         if (other := owners.setdefault((type(tier), tier.directory), tier)) is not tier:
@@ -346,6 +346,15 @@ def _check_tiers(tiers: Sequence[Tier]) -> None:
                 f"tiers: {tier.name} and {other.name} have one directory, {tier.directory}: set "
                 "that of one of them"
             )
+
+
+def _check_tier(tier: Tier) -> None:
+    try:
+        tier.check()
+    except KvdError:
+        raise
+    except Exception as error:  # whatever a plugin does
+        raise ConfigError(f"cannot be checked: {type(error).__name__}: {error}") from error
 
 
 def _tell_apart(tiers: Sequence[Tier]) -> None:

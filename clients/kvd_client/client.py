@@ -243,7 +243,8 @@ class Lease(LeaseBase):
         it may be saved; saving again does no harm.
 
         Raises SequenceTaken where another client saved or resumed it, UnknownSequence where it was
-        discarded, LimitExceeded, LeaseEnded, DaemonUnavailable, DeadlineExceeded.
+        discarded, TierFailed where there is no room for it, LimitExceeded, LeaseEnded,
+        DaemonUnavailable, DeadlineExceeded.
         """
         return self._client.run(self._save(sequence, tokens, state, generation, extras, timeout))
 
@@ -357,8 +358,9 @@ class Namespace(NamespaceBase):
 
         Its lease has what is left of its KV, that of `lease.num_tokens` tokens, and pages behind
         for its tail and `reserve_tokens` more. Raises UnknownSequence, DaemonUnavailable,
-        DeadlineExceeded; after the last, resume again. Raises BadRequest, LimitExceeded or
-        TierFailed where the namespace cannot be opened: who saved it before has it still.
+        DeadlineExceeded; after the last, resume again. Raises BadRequest or LimitExceeded where the
+        namespace cannot be opened, TierFailed where there is no room: who saved it before has it
+        still.
         """
         return self._client.run(self._resume(Lease(self), sequence, reserve_tokens, timeout))
 

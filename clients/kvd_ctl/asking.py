@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from kvd.protocol.units import MAX_INTEGER
 from kvd_ctl import commands, configuration
 from kvd_ctl.app import (
     TOKENS,
@@ -98,7 +99,11 @@ def config(endpoint: Endpoint = None, timeout: Timeout = 2.0, as_json: Json = Fa
 def events(
     since: Annotated[
         int | None,
-        typer.Option(help="From this batch on, or what is there; else what comes.", min=0),
+        typer.Option(
+            help="From this batch on, or what is there; else what comes.",
+            min=0,
+            max=MAX_INTEGER,
+        ),
     ] = None,
     count: Annotated[int | None, typer.Option(help="End after so many events.", min=1)] = None,
     endpoint: Endpoint = None,

@@ -32,8 +32,8 @@ def undo_drain(client: Client, *, as_json: bool) -> None:
 def begin_drain(client: Client, *, stop: bool, as_json: bool) -> None:
     """Wait until all leases have ended, have all saved and, to `stop`, end kvd.
 
-    Raises DeadlineExceeded where that takes too long; then kvd drains on. Raises BadRequest, and
-    does nothing, where it is not ours to stop.
+    Raises DeadlineExceeded where that takes too long; then kvd drains on. Raises DaemonUnavailable
+    where it does so no more. Raises BadRequest, and does nothing, where it is not ours to stop.
     """
     deadline = time.monotonic() + client.timeout
     with _process(client) if stop else nullcontext() as process:
@@ -52,7 +52,7 @@ def begin_drain(client: Client, *, stop: bool, as_json: bool) -> None:
 def _wait_for_leases(client: Client, deadline: float) -> None:
     most = 0
     with render.bar("leases that end") as tell:
-        while num_leases := sum(one.num_leases for one in client.status().sessions):
+        while num_leases := _num_leases(client):
             most = max(most, num_leases)
             tell(most - num_leases, most)
             if time.monotonic() >= deadline:
@@ -60,6 +60,15 @@ def _wait_for_leases(client: Client, deadline: float) -> None:
                     f"{num_leases} leases did not end in time; kvd goes on draining: see --undo"
                 )
             time.sleep(POLL_SECONDS)
+
+
+def _num_leases(client: Client) -> int:
+    status = client.status()
+    if not status.is_draining:
+        raise DaemonUnavailable(
+            "kvd was started anew or told to --undo, and takes new sessions: drain it again"
+        )
+    return sum(session.num_leases for session in status.sessions)
 
 
 @contextmanager

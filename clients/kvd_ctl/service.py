@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.arena.files import replace_file
 from kvd.loading import find
 from kvd_client import KvdError, to_json
 
@@ -214,7 +215,7 @@ def _digest(content: bytes) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    replace_file(path, content)  # half of a file would be taken for one that was changed by hand
     path.chmod(0o644)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from kvd.actors.patience import Patience
 from kvd.actors.signal import Want
+from kvd.actors.tier import as_failed
 from kvd.protocol.errors import (
     AlreadyRunning,
     BadRequest,
@@ -146,7 +147,7 @@ class StoreActor:
         except (AlreadyRunning, ConfigError):
             raise
         except Exception as error:  # as of every other call
-            self.switch_off(self._as_failed(error))
+            self.switch_off(as_failed(self.name, error))
             return
         for store in self.tier.stores():
             self._know(self._layouts.setdefault(store.layout, _Kept()), store)
@@ -187,7 +188,7 @@ class StoreActor:
                 logger.error(
                     "reason=not_closed tier=%s is looked through at its next start: %s",
                     self.name,
-                    self._as_failed(error),
+                    as_failed(self.name, error),
                 )
 
     def close(self, end: float = math.inf) -> None:
@@ -245,7 +246,7 @@ class StoreActor:
             if job.then is not None:
                 job.then(job.result)
         except Exception as error:  # it is the submitter's, and the writer goes on
-            job.error = self._as_failed(error)
+            job.error = as_failed(self.name, error)
             if job.otherwise is not None:
                 job.otherwise()
             self.counters["write_failures"] += 1
@@ -279,7 +280,7 @@ class StoreActor:
             if self.store(store.layout) is not store:
                 raise TierFailed(f"tier {self.name} gave up this store meanwhile") from error
             self.counters["read_failures"] += 1
-            failed = self._as_failed(error)
+            failed = as_failed(self.name, error)
             self._note(failed, reads=True)
             raise failed from error
 
@@ -425,13 +426,6 @@ class StoreActor:
                 raise TierFailed(f"tier {self.name} has no store of a layout: {kept.why}")
 
     # --- health ---
-
-    def _as_failed(self, error: Exception) -> TierFailed:
-        """Whatever a plugin raises is its failure, and nobody else's."""
-        if isinstance(error, TierFailed):
-            return error
-        logger.error("reason=internal tier=%s failed", self.name, exc_info=error)
-        return TierFailed(f"{type(error).__name__}: {error}")
 
     def _note(self, error: TierFailed, *, reads: bool, writes: bool = True) -> None:
         if not self.trouble:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from kvd.actors.actor import Actor
 from kvd.arena.checksum import block_checksums
+from kvd.protocol.errors import KvdError, TierFailed
 from kvd.protocol.messages import Run
 
 if TYPE_CHECKING:
@@ -16,6 +19,11 @@ if TYPE_CHECKING:
     from kvd.protocol.keys import NamespaceInfo
     from kvd.protocol.layout import Layout
     from kvd.tiers.base import Adopted, MemoryTier, TierArena
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Memory is given at about 3 GB/s; a call of this size keeps the mailbox busy for 20 ms.
 BACKING_STEP_BYTES = 64 << 20
@@ -58,6 +66,22 @@ class TierActor(Actor):
     async def remove_arena(self, arena: TierArena) -> None:
         """Close an arena that nobody uses."""
         await self._ask(self.tier.remove_arena, arena)
+
+    async def _ask(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        try:
+            return await super()._ask(function, *args)
+        except KvdError:
+            raise
+        except Exception as error:
+            raise as_failed(self.tier.name, error) from error
+
+
+def as_failed(tier: str, error: Exception) -> TierFailed:
+    """Whatever a plugin raises is its failure, and nobody else's."""
+    if isinstance(error, TierFailed):
+        return error
+    logger.error("reason=internal tier=%s failed", tier, exc_info=error)
+    return TierFailed(f"{type(error).__name__}: {error}")
 
 
 def backing_pieces(arena: TierArena, run: Run) -> list[Run]:

@@ -41,9 +41,10 @@ def make_file(path: Path, size: int, mode: int, backed_bytes: int = 0) -> int:
 
 
 def replace_file(path: Path, content: bytes, *, lasting: bool = False) -> None:
-    """Whoever reads the file finds what it says now or what it said before; raises OSError.
+    """Whoever reads the file finds what it says now or what it said before.
 
     Of a `lasting` one that is so after a power loss, too; which of both, `sync_directory` settles.
+    Raises OSError, which names a file.
     """
     new = path.with_name(path.name + ".new")
     try:
@@ -54,8 +55,9 @@ def replace_file(path: Path, content: bytes, *, lasting: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         new.rename(path)
-    except OSError:
+    except OSError as error:
         new.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # of a full disk it has none
         raise
 
 

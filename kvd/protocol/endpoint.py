@@ -61,15 +61,17 @@ def is_remote(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return False
     _, _, port = endpoint.rpartition(":")
-    if not re.fullmatch(r"tcp://[^/\s]+:\d+", endpoint) or int(port) > MAX_PORT:
+    if not re.fullmatch(r"tcp://[^/\s]+:[0-9]{1,5}", endpoint) or int(port) > MAX_PORT:
         raise ConfigError(f"{endpoint!r} is not tcp:// with an address and a port")
     return True
 
 
 def check_local(endpoint: str) -> None:
     """Refuse where other machines could reach what is said there without a key (ConfigError)."""
-    if not re.fullmatch(r"tcp://127\.0\.0\.1:(\d{1,5}|\*)", endpoint):
+    if not re.fullmatch(r"tcp://127\.0\.0\.1:([0-9]+|\*)", endpoint):
         socket_path(endpoint)
+    elif not endpoint.endswith("*"):
+        is_remote(endpoint)  # refuses a port that cannot be
 
 
 def socket_path(endpoint: str) -> Path:

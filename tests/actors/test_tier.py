@@ -49,6 +49,20 @@ async def test_a_tiers_errors_are_its_callers(shm: Path) -> None:  # noqa: F811
     actor.tier.close()
 
 
+class OddTier(HostTier):
+    def open(self, epoch: int) -> None:
+        raise ValueError("odd")
+
+
+async def test_whatever_a_plugin_raises_is_its_failure(shm: Path) -> None:  # noqa: F811
+    actor = TierActor(OddTier(HostConfig(1 << 20), shm))  # type: ignore[arg-type]
+    async with create_task_group() as tasks:
+        await tasks.start(actor.run)
+        with pytest.raises(TierFailed, match="ValueError: odd"):
+            await actor.open(1)
+        actor.close()
+
+
 async def test_memory_that_is_not_there_is_a_tier_failure(
     tmpfs: Callable[..., Path],  # noqa: F811
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_file_that_cannot_be_replaced_says_what_it_said_before(shm: Path) -> N
     with pytest.raises(IsADirectoryError):
         replace_file(shm / "file", b"now")
     assert (shm / "file").read_bytes() == b"before"
+
+
+def test_on_a_full_volume_it_is_told_which_file_was_not_written(
+    mount: Callable[..., Path],
+) -> None:
+    path = mount("size=4k") / "file"
+    with pytest.raises(OSError, match="No space left") as caught:
+        replace_file(path, bytes(2 * PAGE))
+    assert caught.value.filename == str(path)
 
 
 def test_a_file_is_found_by_its_size(shm: Path) -> None:

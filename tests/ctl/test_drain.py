@@ -79,6 +79,20 @@ def test_it_ends_when_the_last_lease_does(daemon: RunningDaemon, namespace: Name
         assert draining.wait(60) == 0
 
 
+def test_a_drain_that_is_over_before_the_leases_is_no_drain(
+    daemon: RunningDaemon, namespace: Namespace
+) -> None:
+    command = [sys.executable, "-m", "kvd_ctl", "drain", "--endpoint", daemon.endpoint]
+    with (
+        namespace.match([]),
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as draining,
+    ):
+        eventually(lambda: namespace.client.status().is_draining)
+        namespace.client.drain(undo=True)
+        _, complaint = draining.communicate()
+    assert (draining.returncode, "drain it again" in complaint) == (1, True)
+
+
 def test_a_drained_kvd_stops_and_finds_all_again(
     daemon: RunningDaemon, namespace: Namespace, ctl: Ctl
 ) -> None:

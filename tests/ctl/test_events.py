@@ -86,3 +86,9 @@ def test_without_a_replay_what_was_cannot_be_asked_for(tmp_path: Path) -> None:
         done = run_here("events", "--since", 0, "--timeout", 30, KVD_ENDPOINT=daemon.endpoint)
     assert done.exit_code == 1
     assert "set events.replay_endpoint" in done.stderr
+
+
+def test_a_number_that_no_batch_can_have_is_refused() -> None:
+    done = run_here("events", "--since", 1 << 64)
+    assert done.exit_code == 2
+    assert "--since" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -103,6 +104,13 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "etc").touch()
     done = run("install", "--root", tmp_path, "--json")
     assert "Not a directory" in complaint(done)
+
+
+def test_what_a_full_disk_did_not_take_is_told_and_made_whole_the_next_time(tmp_path: Path) -> None:
+    program = f"ulimit -f 1; {sys.executable} -m kvd_ctl install --json --root {tmp_path}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert f"{tmp_path}/{SERVICE}: File too large" in complaint(done)
+    assert "by hand" not in ctl("install", "--root", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}'])

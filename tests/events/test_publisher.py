@@ -40,6 +40,7 @@ def asked(endpoint: str, *requests: Sequence[bytes]) -> list[bytes]:
     [
         ({"endpoint": "tcp://0.0.0.0:5557"}, "needs keys"),
         ({"endpoint": "tcp://10.0.0.1:5557"}, "needs keys"),
+        ({"endpoint": "tcp://127.0.0.1:70000"}, "an address and a port"),
         ({"endpoint": "ipc://relative"}, "absolute path"),
         ({"replay_endpoint": "ipc:///tmp/x"}, "nothing is published"),
     ],

@@ -160,7 +160,17 @@ def test_tcp_is_remote(endpoint: str, expected: bool) -> None:
     assert is_remote(endpoint) == expected
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://", "tcp://host", "tcp://host:", "tcp://host:70000"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://",
+        "tcp://host",
+        "tcp://host:",
+        "tcp://host:70000",
+        "tcp://host:\u0663\u0663",  # digits, of another script
+        "tcp://host:" + "9" * 5000,
+    ],
+)
 def test_tcp_has_an_address_and_a_port(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="an address and a port"):
         is_remote(endpoint)

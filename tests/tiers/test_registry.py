@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvd.config import parse
+from kvd.daemon import Daemon
 from kvd.protocol.errors import ConfigError
 from kvd.testing.daemons import running_daemon
 from kvd.tiers.registry import load_tier
@@ -34,6 +36,11 @@ class PaintedTier(HostTier):
         if config.colour == "none":
             raise ConfigError("a tier without colour")
         super().__init__(HostConfig(config.capacity_bytes), directory)
+        self.colour = config.colour
+
+    def check(self):
+        if self.colour == "unseen":
+            raise OSError("no light")
 
 class HalfTier(StoreTier):
     Config = Config
@@ -104,6 +111,14 @@ def test_keys_that_a_tier_cannot_use_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
         load_tier(section, tmp_path, tmp_path)
+
+
+def test_a_check_that_fails_is_told_of_with_the_tier(plugin: Path, tmp_path: Path) -> None:
+    config = parse(
+        {"directory": f"{tmp_path}/kvd", "tiers": [{"type": "painted", "colour": "unseen"}]}
+    )
+    with pytest.raises(ConfigError, match="tiers, painted: cannot be checked: OSError: no light"):
+        Daemon(config).check()
 
 
 def test_of_a_plugin_that_lacks_something_it_is_said_what(plugin: Path, tmp_path: Path) -> None:
