@@ -32,7 +32,7 @@ from kvd.actors.sessions import SessionTable
 from kvd.actors.signal import Signal
 from kvd.actors.status import summary
 from kvd.actors.store import StoreActor
-from kvd.actors.tier import TierActor
+from kvd.actors.tier import TierActor, close_tier
 from kvd.arena.header import SharedHeader, create_header
 from kvd.cache.stores import StoreState
 from kvd.config import Config, naming
@@ -180,7 +180,7 @@ class Daemon(AsyncContextManagerMixin):
             finally:
                 # When nothing works on it any more; each store's actor closes its own.
                 with CancelScope(shield=True):
-                    await to_thread.run_sync(self.tier.close)
+                    await to_thread.run_sync(close_tier, self.tier)
 
     def _made(self) -> _Parts:
         """All parts; none of them is at work yet."""

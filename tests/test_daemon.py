@@ -37,6 +37,7 @@ from kvd.protocol.messages import (
     StatusReply,
     StatusRequest,
 )
+from kvd_tiers.host import HostTier
 from tests.actors.waiting import until
 from tests.arena.conftest import child, shm  # noqa: F401 - fixtures
 from tests.e2e.support import BLOCK, IDENTITY, LAYOUT, settings, tokens_of
@@ -289,6 +290,23 @@ def test_the_errors_of_a_start_are_of_one_family() -> None:
 
 
 # --- the loop ---
+
+
+async def test_a_tier_that_cannot_be_closed_ends_no_stop(
+    shm: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    close = HostTier.close
+
+    def close_oddly(tier: HostTier) -> None:
+        close(tier)
+        raise ValueError("odd")
+
+    monkeypatch.setattr(HostTier, "close", close_oddly)
+    async with Daemon(config(shm)):
+        pass
+    assert "reason=not_closed tier=host at the stop: ValueError: odd" in caplog.text
 
 
 async def test_its_pulse_goes_while_it_serves(shm: Path) -> None:  # noqa: F811

@@ -344,6 +344,8 @@ class Connection:
                 self.core.refused(Forbidden("it does not know this client's key"))
             if event == zmq.EVENT_DISCONNECTED:
                 self._fail_all()
+                if not self._refused_at:  # a daemon refused, which is gone
+                    self.core.refusal = None
             if not self.core.probing:
                 self._last_beat = 0.0
                 self._keeper.wake()

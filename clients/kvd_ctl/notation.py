@@ -6,15 +6,18 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 import typer
 
 from kvd.protocol.codec import TOKEN_BYTES, pack_tokens
+from kvd_client import format_bytes
 
 SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 MAX_DAYS = 365
+# Far more than a request may have: what is read may be endless.
+MAX_BYTES = 256 << 20
 
 _ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]])
 
@@ -33,18 +36,26 @@ def parse_tokens(text: str) -> bytes:
 
 def _read(text: str) -> bytes:
     if text == "-":
-        return _packed(sys.stdin.buffer.read())
+        return _packed(_all_of(sys.stdin.buffer, "stdin"))
     if not text.startswith("@"):
         return _packed(os.fsencode(text))
     path = Path(text[1:])
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = _all_of(file, text[1:])
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}") from error
     if path.suffix != ".bin":
         return _packed(content)
     if len(content) % TOKEN_BYTES:
         raise typer.BadParameter(f"{path}: {len(content)} bytes are no whole number of uint32")
+    return content
+
+
+def _all_of(file: BinaryIO, name: str) -> bytes:
+    content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise typer.BadParameter(f"{name}: more than {format_bytes(MAX_BYTES)} are no prompt")
     return content
 
 

@@ -84,6 +84,15 @@ def as_failed(tier: str, error: Exception) -> TierFailed:
     return TierFailed(f"{type(error).__name__}: {error}")
 
 
+def close_tier(tier: MemoryTier) -> None:
+    """Close it, when nothing works on it any more; a failure is told of, and holds up no stop."""
+    try:
+        tier.close()
+    except Exception as error:
+        failed = as_failed(tier.name, error)
+        logger.error("reason=not_closed tier=%s at the stop: %s", tier.name, failed)
+
+
 def backing_pieces(arena: TierArena, run: Run) -> list[Run]:
     """A run of extents in pieces, each of them short work for the tier's thread."""
     extents = max(1, BACKING_STEP_BYTES // (arena.extent_pages * arena.layout.page_bytes))

@@ -77,3 +77,8 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 )
 def test_a_duration_is_told_in_its_largest_unit(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_what_has_no_end_is_no_prompt() -> None:
+    with pytest.raises(typer.BadParameter, match="more than 256MiB"):
+        parse_tokens("@/dev/zero")

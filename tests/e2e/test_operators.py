@@ -22,6 +22,7 @@ from tests.actors.wire import Wire, packed
 from tests.e2e.support import (
     BLOCK,
     FAULTY,
+    IDENTITY,
     LAYOUT,
     LMDB,
     PATIENCE_SECONDS,
@@ -262,3 +263,24 @@ def test_removed_files_in_memory_are_told_of_until_a_start(
     daemon.restart()
     assert client.wait_attached(PATIENCE_SECONDS)
     assert not client.status().tiers[0].trouble
+
+
+# --- drain ---
+
+
+def test_a_refusal_ends_with_who_refused(
+    daemon: RunningDaemon, client: Client, namespace: Namespace
+) -> None:
+    client.drain()
+    with Client(daemon.endpoint, timeout=PATIENCE_SECONDS) as late:
+        theirs = late.open(IDENTITY, LAYOUT)
+        with pytest.raises(DaemonUnavailable, match="it is draining"):
+            theirs.drop(TOKENS)
+        daemon.kill()
+        eventually(lambda: "does not answer" in refusal_of(theirs))
+
+
+def refusal_of(namespace: Namespace) -> str:
+    with pytest.raises(DaemonUnavailable) as refusal:
+        namespace.drop(TOKENS, timeout=1.0)
+    return str(refusal.value)
