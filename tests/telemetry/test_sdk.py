@@ -60,6 +60,15 @@ def test_metrics_go_to_a_collector_the_last_ones_at_the_stop(
     assert committed(request) == [4]
 
 
+def test_not_each_time_that_something_is_sent_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_collector() as collector:
+        monkeypatch.setenv(ENDPOINT, collector.endpoint)
+        with running_daemon(settings(log={"level": "debug"})) as daemon:
+            daemon.stop()
+            assert collector.metrics
+            assert "/v1/metrics" not in daemon.log
+
+
 def test_a_collector_that_never_answers_holds_no_stop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{silent.getsockname()[1]}")
