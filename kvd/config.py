@@ -368,7 +368,8 @@ def flat(section: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """To be said of an unknown name: the known one that may be meant."""
-    near = difflib.get_close_matches(name, known, 1)
+    # All keys of a section begin alike, which alone does not make one of them that which is meant.
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 
