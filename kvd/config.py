@@ -367,10 +367,7 @@ def flat(section: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """To be said of an unknown name: the known one that may be meant, behind what both begin with.
-
-    That would make every two of them alike.
-    """
+    """To be said of an unknown name: the known one that may be meant, and `prefix` before it."""
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
