@@ -27,9 +27,9 @@ def identity_of(
     """Which model this is; without a revision, by a digest of all weights as they are now.
 
     The digest reads every weight, about a second per gigabyte; with it, a folder goes by its last
-    name alone. A revision that is named is the
-    caller's word for all of them: weights changed in memory (merged adapters, training, pruning)
-    are another revision. Raises Unsupported for adapters that `adapter` does not name.
+    name alone. A revision that is named is the caller's word for all of them: weights changed in
+    memory (merged adapters, training, pruning) are another revision. Raises Unsupported for
+    adapters that `adapter` does not name.
     """
     config = model.config
     if not adapter and _has_adapter(model):
@@ -41,7 +41,7 @@ def identity_of(
     if (window := getattr(config, "sliding_window", None)) is not None:
         positions["window"] = window
     name = config.name_or_path or config.model_type
-    if revision is None and Path(name).is_dir():
+    if not revision and Path(name).is_dir():
         name = Path(name).resolve().name  # by its digest it is the same wherever it lies
     return Identity(
         model=name,
