@@ -216,6 +216,8 @@ def _set_up_logging(config: LogConfig) -> None:
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     handler.addFilter(STORMS)
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    # It sends spans and metrics, and at level debug would tell of each time.
+    logging.getLogger("urllib3").setLevel(max(logging.INFO, logging.root.level))
 
 
 if __name__ == "__main__":

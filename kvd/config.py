@@ -375,20 +375,20 @@ def flat(section: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """To be said of an unknown name: the known one that may be meant."""
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """To be said of an unknown name: the known one that may be meant, and `prefix` before it."""
     near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def _check_keys(section: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
     """Refuse unknown keys with the nearest known one, which msgspec does not name."""
-    types = {prefix + field.encode_name: field.type for field in fields(kind)}
+    types = {field.encode_name: field.type for field in fields(kind)}
     for name, value in section.items():
         key = prefix + name
-        if key not in types:
-            raise ConfigError(f"unknown key {key}{nearest(key, types)}")
-        inner = _item(types[key])
+        if name not in types:
+            raise ConfigError(f"unknown key {key}{nearest(name, types, prefix)}")
+        inner = _item(types[name])
         if not (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
             continue
         if isinstance(value, Mapping):

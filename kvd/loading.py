@@ -88,7 +88,9 @@ def load(
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text("utf-8").removeprefix("\ufeff"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     parse(document, str(path))  # what is wrong in a file is said of it alone
     return document

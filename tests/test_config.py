@@ -62,6 +62,7 @@ UNKNOWN = [
     ({"tier": []}, r"unknown key tier; did you mean tiers\?"),
     ({"zzz": 1}, "unknown key zzz$"),
     ({"sessions": {"zzz": 1}}, "unknown key sessions.zzz$"),
+    ({"cache": {"nonsense": 1}}, "unknown key cache.nonsense$"),
 ]
 
 

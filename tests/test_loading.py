@@ -42,6 +42,11 @@ def test_every_value_has_an_origin(path: Path) -> None:
     assert loaded.origin("cache.high_watermark") == "default"
 
 
+def test_a_file_that_is_not_there_is_told_in_few_words() -> None:
+    with pytest.raises(ConfigError, match=r"^nonesuch cannot be read: No such file or directory$"):
+        load(Path("nonesuch"))
+
+
 def test_loading_again_reads_what_is_there_now(path: Path) -> None:
     loaded = load(path, {"KVD_LOG__LEVEL": "warning"})
     path.write_text("grace_seconds = 8")

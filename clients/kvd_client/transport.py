@@ -148,7 +148,10 @@ class Connection:
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
         self._socket.connect(endpoint)
         self.fileno: int = self._socket.fileno()
@@ -342,6 +345,10 @@ class Connection:
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused_at = time.monotonic()
                 self.core.refused(Forbidden("it does not know this client's key"))
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._is_remote:
+                self.core.refused(
+                    Forbidden("the handshake failed: is server_key that of this kvd?")
+                )
             if event == zmq.EVENT_DISCONNECTED:
                 self._fail_all()
                 if not self._refused_at:  # a daemon refused, which is gone

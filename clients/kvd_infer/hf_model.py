@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,10 @@ def identity_of(
 ) -> Identity:
     """Which model this is; without a revision, by a digest of all weights as they are now.
 
-    The digest reads every weight, about a second per gigabyte. A revision that is named is the
-    caller's word for all of them: weights changed in memory (merged adapters, training, pruning)
-    are another revision. Raises Unsupported for adapters that `adapter` does not name.
+    The digest reads every weight, about a second per gigabyte; with it, a folder goes by its last
+    name alone. A revision that is named is the caller's word for all of them: weights changed in
+    memory (merged adapters, training, pruning) are another revision. Raises Unsupported for
+    adapters that `adapter` does not name.
     """
     config = model.config
     if not adapter and _has_adapter(model):
@@ -38,8 +40,11 @@ def identity_of(
     }
     if (window := getattr(config, "sliding_window", None)) is not None:
         positions["window"] = window
+    name = config.name_or_path or config.model_type
+    if not revision and Path(name).is_dir():
+        name = Path(name).resolve().name  # by its digest it is the same wherever it lies
     return Identity(
-        model=config.name_or_path or config.model_type,
+        model=name,
         revision=revision or _digest(model),
         adapter=adapter,
         positions=_canonical(positions),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +40,18 @@ def test_digest_tells_weights_apart(plain: LlamaForCausalLM, model: LlamaForCaus
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
     assert identity_of(plain) != identity_of(model)
+
+
+def test_a_folder_is_one_model_wherever_it_lies(plain: LlamaForCausalLM, tmp_path: Path) -> None:
+    found = []
+    for place in ("here", "there"):
+        folder = tmp_path / place / "tiny"
+        folder.mkdir(parents=True)
+        plain.config.name_or_path = str(folder)
+        found.append((identity_of(plain), identity_of(plain, "r1").model))
+    (one, one_path), (other, other_path) = found
+    assert one == other
+    assert one_path != other_path  # a revision that is named need not tell them apart
 
 
 def test_positions_tell_rotary_settings_apart(plain: LlamaForCausalLM) -> None:

@@ -26,6 +26,16 @@ tier = load_tier({"type": "files", "capacity_bytes": "1MiB"}, Path("/nowhere"), 
 tier.open(1)
 print(type(tier).__module__, tier.name, tier.capacity_bytes)
 """
+SMALLER = """
+import pytest
+from kvd_files import FilesConfig, FilesTier
+from kvd.protocol.units import ByteSize
+from kvd.testing.tier_suite import StoreTierSuite
+class TestSmaller(StoreTierSuite):
+    @pytest.fixture
+    def make_tier(self):
+        return lambda directory, _: FilesTier(FilesConfig(ByteSize(1 << 20)), directory)
+"""
 
 
 def make(directory: Path, capacity_bytes: int) -> StoreTier:
@@ -69,3 +79,13 @@ def test_it_is_found_by_its_name_once_it_is_installed(
     )
     assert done.stdout.split() == ["kvd_files", "files", "1MiB"]
     assert (data / "files" / "files.lock").exists()
+
+
+def test_what_the_suite_finds_is_shown_with_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN), prepend=":")
+    (tmp_path / "test_smaller.py").write_text(SMALLER)
+    command = [sys.executable, "-m", "pytest", "-k", "it_says_what_it_is", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "assert 1048576 == 16777216" in done.stdout

@@ -70,6 +70,15 @@ def test_metrics_go_to_a_collector_the_last_ones_at_the_stop(
     assert committed(request) == [4]
 
 
+def test_not_each_time_that_something_is_sent_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_collector() as collector:
+        monkeypatch.setenv(ENDPOINT, collector.endpoint)
+        with running_daemon(settings(log={"level": "debug"})) as daemon:
+            daemon.stop()
+            assert collector.metrics
+            assert "/v1/metrics" not in daemon.log
+
+
 def test_what_is_never_taken_holds_no_end_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
     subprocess.run([sys.executable, "-c", NEVER_TAKEN], check=True, timeout=PATIENCE_SECONDS)
