@@ -55,8 +55,10 @@ def test_help_tells_the_flags() -> None:
         assert flag in done.stdout
 
 
-def test_version_is_that_of_the_package() -> None:
-    assert run("--version").stdout == f"kvd {kvd.__version__}\n"
+@pytest.mark.parametrize("name", ["kvd", "kvd-ctl", "kvd-infer"])
+def test_the_version_of_each_command_is_that_of_the_package(name: str) -> None:
+    command = [sys.executable, "-m", name.replace("-", "_"), "--version"]
+    assert subprocess.check_output(command, text=True) == f"{name} {kvd.__version__}\n"
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvd import __version__
 from kvd.protocol.endpoint import SYSTEM_SOCKET, connected, is_default, not_for_us
 from kvd_client import Client, DaemonUnavailable, KvdError
 from kvd_ctl import INTERRUPTED
@@ -46,10 +47,20 @@ TOKENS = typer.Argument(
 )
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def with_keys(
     key: Annotated[str, typer.Option(help="By TCP: the file of our secret key.")] = "",
     server_key: Annotated[str, typer.Option(help="By TCP: the file of kvd's key.")] = "",
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     """Note the keys where the client looks for them."""
     for variable, path in {"KVD_KEY": key, "KVD_SERVER_KEY": server_key}.items():

@@ -13,24 +13,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+NAME = "kvd-infer"
 INTERRUPTED = 130
 
 try:
     import typer
 
-    from kvd import sdk
+    from kvd import __version__, sdk
     from kvd_client import KvdError
 except ModuleNotFoundError as error:
-    sys.exit(f"kvd-infer: {error}: install kvd[serve]")
+    sys.exit(f"{NAME}: {error}: install kvd[serve]")
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
 app = typer.Typer(
-    help="Run a language model whose KV cache is kvd's.",
     epilog="Example: kvd-infer serve --model ./SmolLM2-135M-Instruct --port 8000",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def with_version(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Run a language model whose KV cache is kvd's."""
+
 
 Model = Annotated[
     Path,
@@ -114,9 +131,9 @@ def _complaints() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        sys.exit(f"kvd-infer: {error}: install kvd[serve]")
+        sys.exit(f"{NAME}: {error}: install kvd[serve]")
     except (KvdError, UnicodeError) as error:
-        print(f"kvd-infer: {error}", file=sys.stderr)
+        print(f"{NAME}: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
@@ -127,13 +144,13 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        flush = sdk.start("kvd-infer")
+        flush = sdk.start(NAME)
         try:
-            app()
+            app(prog_name=NAME)
         finally:
             flush(math.inf)
     except OSError as error:  # as of a full disk, where the output goes
-        sys.exit(f"kvd-infer: {error}")
+        sys.exit(f"{NAME}: {error}")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
