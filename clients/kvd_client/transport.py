@@ -140,6 +140,7 @@ class Connection:
         self._endpoint = endpoint
         self._is_remote = keys is not None
         self._refused_at = 0.0
+        self._has_talked = False
         if keys is not None:
             self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server)
             self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
@@ -150,6 +151,7 @@ class Connection:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED
             | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
@@ -349,10 +351,12 @@ class Connection:
                 self.core.refused(
                     Forbidden("the handshake failed: is server_key that of this kvd?")
                 )
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._has_talked = True
             if event == zmq.EVENT_DISCONNECTED:
                 self._fail_all()
-                if not self._refused_at:  # a daemon refused, which is gone
-                    self.core.refusal = None
+                if self._has_talked:  # else it was the handshake that was refused
+                    self.core.refusal, self._has_talked = None, False
             if not self.core.probing:
                 self._last_beat = 0.0
                 self._keeper.wake()

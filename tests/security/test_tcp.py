@@ -121,8 +121,11 @@ def test_a_refused_client_comes_in_when_its_key_is_known(keys: Keys) -> None:
 def test_a_client_that_expects_another_server_says_nothing(
     keys: Keys, connect: Connect, observer: Client
 ) -> None:
+    client = connect("alice", server_key=keys.shown("bob"))
     with pytest.raises(DaemonUnavailable, match="is server_key that of this kvd"):
-        connect("alice", server_key=keys.shown("bob")).status()
+        client.status()
+    with pytest.raises(DaemonUnavailable, match="is server_key that of this kvd"):
+        client.unpin()  # at once, between two handshakes
     assert "alice" not in [session.client for session in observer.status().sessions]
 
 
