@@ -30,6 +30,7 @@ SEED = 1
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", command.PARTS)
 def test_part_finds_no_fault(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = command.main([part, "--tiny", "--seed", str(SEED)])

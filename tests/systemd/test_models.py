@@ -11,6 +11,9 @@ import pytest
 from tests.e2e.support import eventually
 from tests.systemd.conftest import BINARIES, ENGINE, Box
 
+# Several starts of torch, in a box.
+pytestmark = pytest.mark.timeout(600)
+
 FOLDER = "/opt/kvd/tiny"
 PROMPT = "Whoever asks: these are the rules of the house, and there are many. " * 16
 MAX_TOKENS = 32

@@ -222,6 +222,7 @@ def test_the_first_client_starts_it(service: Box) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_whoever_connects_while_it_restarts_is_served(service: Box) -> None:
     engines = [service.start_engine(CONNECT) for _ in range(3)]
     for _ in range(3):
