@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, assert_never, get_args
 
 import anyio
 from opentelemetry.trace import get_current_span
@@ -62,20 +62,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What Operators serves.
-WITHOUT_SESSION = frozenset(
-    (
-        StatusRequest,
-        LeasesRequest,
-        CheckpointRequest,
-        VerifyRequest,
-        ConfigRequest,
-        ReloadRequest,
-        TreeRequest,
-        ExplainRequest,
-        DrainRequest,
-    )
+# What needs no session.
+OperatorRequest: TypeAlias = (
+    StatusRequest
+    | LeasesRequest
+    | CheckpointRequest
+    | VerifyRequest
+    | ConfigRequest
+    | ReloadRequest
+    | TreeRequest
+    | ExplainRequest
+    | DrainRequest
 )
+WITHOUT_SESSION = frozenset(get_args(OperatorRequest))
+
+
+def needs_no_session(request: AnyRequest) -> TypeGuard[OperatorRequest]:
+    """By one look into a set, since it is asked of each request."""
+    return type(request) in WITHOUT_SESSION
 
 
 class Operators:
@@ -111,7 +115,7 @@ class Operators:
         """Go by another configuration."""
         self._config = config
 
-    def serve(self, request: AnyRequest, frames: Sequence[bytes]) -> Answer | Later:
+    def serve(self, request: OperatorRequest, frames: Sequence[bytes]) -> Answer | Later:
         """Answer a request. Raises what it is refused with."""
         match request:
             case StatusRequest():
@@ -137,7 +141,7 @@ class Operators:
             case ReloadRequest():
                 return self._reload(request)
             case _:
-                raise AssertionError(f"{request.verb} needs a session")
+                assert_never(request)
 
     def _status(self, request: StatusRequest) -> StatusReply:
         return StatusReply(

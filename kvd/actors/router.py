@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from opentelemetry.trace import get_current_span, use_span
 
 from kvd.actors.doors import NOBLOCK, Door, Doors, has_more
-from kvd.actors.operators import WITHOUT_SESSION, Operators
+from kvd.actors.operators import WITHOUT_SESSION, Operators, needs_no_session
 from kvd.actors.sessions import Session, SessionTable, remove_swept, sweep
 from kvd.actors.signal import Signal, Want
 from kvd.actors.traces import tell_answer
@@ -303,7 +303,7 @@ class Router:
             return False
         asker: Session | Operators
         answer: Answer | Later
-        if type(request) in WITHOUT_SESSION:
+        if needs_no_session(request):
             asker, answer = self._operators, self._operators.serve(request, frames)
         else:
             asker = session = self._sessions.get(identity)
